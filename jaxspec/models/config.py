@@ -1,4 +1,4 @@
-"""The shape of a Qwen3 model, read from and written to the ``config.json`` of a Hugging Face folder.
+"""The shape of a Qwen3 model, read from and written to the `config.json` of a Hugging Face folder.
 
 Only what changes the numbers is kept. Whatever the file asks for and this library does not compute (another RoPE type,
 attention biases, quantised weights) is an error here, at reading, and never a silently different model.
@@ -32,7 +32,7 @@ class Qwen3Config:
       intermediate_size: width of the gated MLP.
       num_hidden_layers: number of decoder layers.
       num_attention_heads, num_key_value_heads: query heads and K/V heads; the first is a multiple of the second.
-      head_dim: channels a head; even. ``num_attention_heads * head_dim`` may differ from H.
+      head_dim: channels a head; even. `num_attention_heads * head_dim` may differ from H.
       rms_norm_eps: added to the mean square in every RMS norm.
       rope_theta: base of the rotary embedding.
       max_position_embeddings: the context limit in tokens.
@@ -95,11 +95,11 @@ class Qwen3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Reads the parsed ``config.json`` of a Qwen3 folder.
+        """Reads the parsed `config.json` of a Qwen3 folder.
 
-        Layers: ``layer_types`` decides when it is there; otherwise, with ``use_sliding_window`` true, the layers with
-        index >= ``max_window_layers`` slide. RoPE: ``rope_parameters``, or the older top-level ``rope_theta`` with
-        ``rope_scaling`` absent or null. ``head_dim`` absent or null means hidden_size / num_attention_heads.
+        Layers: `layer_types` decides when it is there; otherwise, with `use_sliding_window` true, the layers with
+        index >= `max_window_layers` slide. RoPE: `rope_parameters`, or the older top-level `rope_theta` with
+        `rope_scaling` absent or null. `head_dim` absent or null means hidden_size / num_attention_heads.
 
         Raises:
           InputError: another architecture, a setting this library does not compute, a missing or malformed key, or
@@ -138,7 +138,7 @@ class Qwen3Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` that public software reads back to this model.
+        """The `config.json` that public software reads back to this model.
 
         Raises:
           InputError: layers slide with different windows; the file format has room for one.
@@ -189,7 +189,7 @@ _SIZES = (
 
 
 def eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """``eos_token_id`` of a parsed config.json or generation_config.json, which is an id, a list of ids or null."""
+    """`eos_token_id` of a parsed config.json or generation_config.json, which is an id, a list of ids or null."""
     value = config.get("eos_token_id")
     if value is None:
         return ()

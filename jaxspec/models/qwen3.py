@@ -1,7 +1,7 @@
 """Qwen3, the dense decoder, as a flax module that leaves attention and its cache to the caller.
 
 The module computes everything that is per row: embedding, norms, projections, rotary embedding, MLP and logits. How
-rows see each other is one argument, ``attend``: the paged cache when decoding, :func:`dense_attend` when a whole text
+rows see each other is one argument, `attend`: the paged cache when decoding, `dense_attend` when a whole text
 is scored at once.
 """
 
@@ -23,9 +23,9 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, 
 
 
 def dot(x: jax.Array, weight: jax.Array, dtype: Any, *, transposed: bool = False, out_dtype: Any = None) -> jax.Array:
-    """``x [..., K] @ weight [K, N]`` (``[N, K]`` if ``transposed``) as one two-dimensional product: [..., N].
+    """`x [..., K] @ weight [K, N]` (`[N, K]` if `transposed`) as one two-dimensional product: [..., N].
 
-    Both operands are taken in ``dtype`` and accumulated in float32; a float32 product is a true one (no TF32). The
+    Both operands are taken in `dtype` and accumulated in float32; a float32 product is a true one (no TF32). The
     leading axes are flattened, so that B requests of T rows are one matrix product of B * T rows.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(dtype)
@@ -38,16 +38,16 @@ def dot(x: jax.Array, weight: jax.Array, dtype: Any, *, transposed: bool = False
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """``x [..., N]`` over its root mean square along N, times ``scale [N]``; float32 inside, ``dtype`` outside."""
+    """`x [..., N]` over its root mean square along N, times `scale [N]`; float32 inside, `dtype` outside."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32)).astype(dtype)
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [B, T, 1, head_dim / 2], of the rotary embedding at ``positions`` int32 [B, T].
+    """Cosine and sine, float32 [B, T, 1, head_dim / 2], of the rotary embedding at `positions` int32 [B, T].
 
-    The frequencies ``theta ** (-2 i / head_dim)`` are constants rounded through float32 as public software rounds them:
+    The frequencies `theta ** (-2 i / head_dim)` are constants rounded through float32 as public software rounds them:
     at position 4000 one last place of a frequency already turns a channel pair by 2e-4 radians.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -57,7 +57,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates ``x [B, T, heads, head_dim]``: channel i of the first half is paired with channel i of the second."""
+    """Rotates `x [B, T, heads, head_dim]`: channel i of the first half is paired with channel i of the second."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -111,8 +111,8 @@ class Qwen3(nn.Module):
       dtype: what the matrix products and the residual stream are computed in (float32 or bfloat16). Norms, rotary
         embedding and logits are float32 either way. Parameters keep the dtype they come in.
 
-    Parameters, one array each and none stacked over layers: ``embed_tokens`` [V, H], ``norm`` [H], ``lm_head`` [V, H]
-    (absent if tied) and, under ``layers_0``, ``layers_1``, ..., the names of the public checkpoint with matrices as
+    Parameters, one array each and none stacked over layers: `embed_tokens` [V, H], `norm` [H], `lm_head` [V, H]
+    (absent if tied) and, under `layers_0`, `layers_1`, ..., the names of the public checkpoint with matrices as
     [in, out].
 
     Example:
@@ -145,14 +145,14 @@ class Qwen3(nn.Module):
         Args:
           tokens: int32 [B, T], ids 0 to V - 1; padded rows hold any such id.
           positions: int32 [B, T], each token's place in its text, counted from 0.
-          attend: called once a layer, in order, as ``attend(layer, q, k, v, cache) -> (out, cache)`` with q and out
-            [B, T, Hq, hd] and k, v [B, T, Hkv, hd] in ``dtype``, keys already rotated. It alone mixes rows, so what a
+          attend: called once a layer, in order, as `attend(layer, q, k, v, cache) -> (out, cache)` with q and out
+            [B, T, Hq, hd] and k, v [B, T, Hkv, hd] in `dtype`, keys already rotated. It alone mixes rows, so what a
             padded row holds reaches another row only through it.
-          cache: handed to the first call of ``attend``, then from call to call; any pytree, or None.
+          cache: handed to the first call of `attend`, then from call to call; any pytree, or None.
           logit_rows: int32 [B, K], rows 0 to T - 1 whose logits are wanted; None means all T.
 
         Returns:
-          logits float32 [B, K or T, V]; hidden ``dtype`` [B, T, H], the stream after the final norm; the last cache.
+          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm; the last cache.
         """
         config, dtype = self.config, self.dtype
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
@@ -172,10 +172,10 @@ class Qwen3(nn.Module):
 
 
 def dense_attend(windows: tuple[int | None, ...]) -> Attend:
-    """An ``attend`` for whole texts: row i of a request is its position i, and no cache is kept.
+    """An `attend` for whole texts: row i of a request is its position i, and no cache is kept.
 
-    Query i sees the keys j <= i, in a layer with window W only the W keys ``i - W < j <= i``. Scores are scaled by
-    ``head_dim ** -0.5``; softmax is float32. Texts of different lengths go padded at their end: causality keeps the
+    Query i sees the keys j <= i, in a layer with window W only the W keys `i - W < j <= i`. Scores are scaled by
+    `head_dim ** -0.5`; softmax is float32. Texts of different lengths go padded at their end: causality keeps the
     padding from every earlier row. The cache argument is returned as it came.
 
     Example:
