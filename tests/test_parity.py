@@ -1,0 +1,154 @@
+"""Logits equal those of Hugging Face transformers (torch, CPU, float32, eager attention) on the very same folders."""
+
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import models
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the reference's own imports
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+TOLERANCE = 1e-4
+
+
+def reference_model(folder):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+def reference_logits(folder, tokens):
+    with torch.no_grad():
+        return reference_model(folder)(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def our_logits(folder, tokens):
+    model = models.load(folder)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    attend = models.dense_attend(model.config.windows)
+    run = jax.jit(lambda params: model.module.apply(params, tokens, positions, attend)[0])
+    return np.asarray(run(model.params))
+
+
+def small_config(**changes):
+    settings = {
+        "vocab_size": 211,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,  # 6 * 16 is not 48, on purpose
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "windows": (8, 8, None),
+        "eos_token_ids": (3,),
+    }
+    return models.Qwen3Config(**{**settings, **changes})
+
+
+def random_tokens(config, length=41, batch=2):
+    return np.random.default_rng(5).integers(0, config.vocab_size, (batch, length))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="sliding, sliding, full; tied"),
+        pytest.param({"tie_word_embeddings": False}, id="untied head"),
+        pytest.param({"windows": (None, None, None)}, id="full layers only"),
+        pytest.param({"windows": (1, None, 1)}, id="window of one key"),
+        pytest.param({"num_key_value_heads": 6, "rope_theta": 1e6, "rms_norm_eps": 1e-2}, id="no sharing, theta, eps"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["stored bf16", "stored f32"])
+def test_random_model_has_the_reference_logits(tmp_path, changes, dtype):
+    config = small_config(**changes)
+    models.save(tmp_path, config, models.random_params(config, 1), dtype)
+    tokens = random_tokens(config)
+    expected = reference_logits(tmp_path, tokens)
+    assert expected.std() > 0.3  # the comparison is about numbers of size one
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("windows", "older"),
+    [
+        pytest.param(
+            (None, 8, 8),
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            id="max_window_layers",
+        ),
+        pytest.param(
+            (None, None, None),
+            {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+            id="window switched off",
+        ),
+    ],
+)
+def test_older_spelling_of_the_configuration_means_the_same(tmp_path, windows, older):
+    """Folders written before layer_types and rope_parameters existed."""
+    config = small_config(windows=windows, rope_theta=50_000.0)
+    models.save(tmp_path, config, models.random_params(config, 2), jnp.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["layer_types"], settings["rope_parameters"]
+    settings |= older | {"rope_theta": 50_000.0, "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    tokens = random_tokens(config)
+    assert models.load(tmp_path).config.windows == windows
+    np.testing.assert_allclose(
+        our_logits(tmp_path, tokens), reference_logits(tmp_path, tokens), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_comparison_sees_a_window_that_is_one_key_off(tmp_path):
+    """The tolerance is tight enough to tell 8 visible keys from 9."""
+    config = small_config()
+    models.save(tmp_path, config, models.random_params(config, 1), jnp.float32)
+    tokens = random_tokens(config)
+    expected = reference_logits(tmp_path, tokens)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"sliding_window": 9}))
+    assert np.abs(our_logits(tmp_path, tokens) - expected)[:, 8:].max() > 100 * TOLERANCE
+
+
+def test_reader_agrees_on_the_written_configuration(tmp_path):
+    config = small_config(eos_token_ids=(3, 7))
+    models.save(tmp_path, config, models.random_params(config, 1))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.layer_types == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert theirs.sliding_window == 8
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert theirs.eos_token_id == [3, 7]
+    assert models.Qwen3Config.from_dict(theirs.to_dict()) == config
+    assert models.Qwen3Config.from_dict(json.loads(theirs.to_json_string())) == config
+
+
+@pytest.mark.skipif(not models.embedded_names(), reason="no embedded models in this installation")
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_embedded_model_has_the_reference_logits_on_real_code(name):
+    """Longer than the sliding window, so that every kind of layer is compared beyond it."""
+    folder = models.embedded_path(name)
+    model = models.load(name)
+    text = inspect.getsource(json.encoder)
+    tokens = np.asarray([model.tokenizer.encode(text).ids[:600]])
+    longest = max((window for window in model.config.windows if window is not None), default=0)
+    assert tokens.shape[1] > longest
+    np.testing.assert_allclose(our_logits(folder, tokens), reference_logits(folder, tokens), atol=TOLERANCE, rtol=0)
