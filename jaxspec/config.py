@@ -1,0 +1,73 @@
+"""Static configuration of a speculative step: everything that fixes a compiled program's shapes."""
+
+import dataclasses
+
+from jaxspec.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecConfig:
+    """Shapes of a step. Hashable: equal configurations share one compiled program.
+
+    Attributes:
+      batch_size: B, requests decoded together; slots without a request are padding.
+      num_draft_tokens: D, rows verified per request and round: the anchor and D - 1 drafts. 1 is plain decoding.
+      context_len: most tokens a sequence may hold, prompt and completion together.
+      max_new_tokens: most tokens any request of the batch may ask for; sizes the log of rounds.
+      page_size: tokens a page, a power of two.
+      prefill_chunk: prompt tokens processed per request and prefill forward.
+      num_pages: FULL pages, the sink included. None: enough for B sequences of context_len.
+      num_swa_pages: SWA pages, the sink included. None: enough for B windows in flight.
+      pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
+      kernel_backend: who runs the metadata kernels: None chooses by device, or a name `pallas_kernels` knows.
+    """
+
+    batch_size: int
+    num_draft_tokens: int
+    context_len: int
+    max_new_tokens: int
+    page_size: int = 64
+    prefill_chunk: int = 128
+    num_pages: int | None = None
+    num_swa_pages: int | None = None
+    pool_seed: int | None = None
+    kernel_backend: str | None = None
+
+    def __post_init__(self):
+        for name in ("batch_size", "num_draft_tokens", "context_len", "page_size", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_new_tokens < 0:
+            raise InputError(f"max_new_tokens={self.max_new_tokens}: must be at least 0")
+        if self.page_size & (self.page_size - 1):
+            raise InputError(f"page_size={self.page_size}: must be a power of two")
+        if self.num_draft_tokens > self.context_len:
+            raise InputError(
+                f"num_draft_tokens={self.num_draft_tokens} is more than context_len={self.context_len}: draft fewer tokens"
+            )
+
+    @property
+    def pages_per_row(self) -> int:
+        """P, pages that hold context_len tokens."""
+        return -(-self.context_len // self.page_size)
+
+    @property
+    def rows(self) -> int:
+        """R, request rows: the sink row 0 and one for each batch slot."""
+        return self.batch_size + 1
+
+    def full_pages(self) -> int:
+        """FULL pages of the pool, the sink included."""
+        return 1 + self.batch_size * self.pages_per_row if self.num_pages is None else self.num_pages
+
+    def swa_pages_per_row(self, window: int) -> int:
+        """SWA pages one request may hold at once, while a forward of the widest kind is in flight."""
+        widest = max(self.num_draft_tokens, self.prefill_chunk)
+        return min(self.pages_per_row, -(-(window + widest - 1) // self.page_size) + 1)
+
+    def swa_pages(self, window: int | None) -> int:
+        """SWA pages of the pool, the sink included; 1 when no layer is stored there."""
+        if window is None:
+            return 1
+        wanted = 1 + self.batch_size * self.swa_pages_per_row(window) if self.num_swa_pages is None else self.num_swa_pages
+        return min(wanted, self.full_pages())

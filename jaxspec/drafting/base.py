@@ -1,0 +1,60 @@
+"""The interface between a drafter and the step."""
+
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+
+from jaxspec.config import SpecConfig
+from jaxspec.metadata import DraftExtendMetadata, VerifyMetadata
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class DraftContext:
+    """What a drafter may look at when it proposes.
+
+    Attributes:
+      tokens: int32[R, T], prompt and emitted tokens of each request row; row 0 is the sink. Cells past the anchor are stale.
+      req_rows: int32[B], row of each lane; 0 for padding.
+      seq_lens: int32[B], committed length L; the anchor is the token at position L. 0 for padding.
+      anchor: int32[B], the newest token.
+      metadata: metadata of this round's verify, whose page tables cover every position a draft can reach.
+      page_rows: int32[R, P], virtual pages of each request row.
+      v2p: int32[NV, 2], physical pages.
+    """
+
+    tokens: Array
+    req_rows: Array
+    seq_lens: Array
+    anchor: Array
+    metadata: VerifyMetadata
+    page_rows: Array
+    v2p: Array
+
+
+@flax.struct.dataclass
+class Drafts:
+    """Proposals for one round.
+
+    Attributes:
+      tokens: int32[B, D - 1], ids in range everywhere.
+      count: int32[B], how many are real, 0 .. D - 1; the rest are never accepted.
+    """
+
+    tokens: Array
+    count: Array
+
+
+class Drafter(Protocol):
+    """A drafter: static and hashable, its arrays live in `params` and in the state it returns from `init`."""
+
+    def init(self, config: SpecConfig) -> Any:
+        """The drafter's own state, a pytree of arrays; () if it has none."""
+
+    def prefill(self, params: Any, state: Any, tokens: Array, metadata: DraftExtendMetadata) -> Any:
+        """Sees the chunk of the prompts that the target has just processed; tokens is int32[B, C]."""
+
+    def propose(self, params: Any, state: Any, context: DraftContext, num_drafts: int) -> tuple[Any, Drafts]:
+        """Proposes `num_drafts` = D - 1 tokens to follow each anchor."""

@@ -1,0 +1,107 @@
+"""A small language model as drafter.
+
+One rule ties tokens to cache rows, in prefill, extend and decode alike: row p of the draft's cache holds token p of the sequence, as
+in the target. Committed length L means that the target's rows 0 .. L - 1 are valid and the anchor is token L.
+
+When a round accepts all its drafts, the last of them was proposed but never fed to the draft model, so row L - 1 is missing. Each
+round therefore starts with a two-row extend over tokens L - 1 and L: it writes the missing row (or the same row again) and yields the
+first proposal. Further proposals take one row each.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import KVCache, init_cache
+from jaxspec.config import SpecConfig
+from jaxspec.drafting.base import DraftContext, Drafts
+from jaxspec.metadata import DraftExtendMetadata, WriteWindow, decode_step, draft_window, verify_layout
+from jaxspec.models.contract import Model
+from jaxspec.verification import greedy_token
+from pallas_kernels import PackedMetadata
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class DraftLMState:
+    """The draft model's cache, in FULL pages of its own buffers, and the buffer of its write window."""
+
+    cache: KVCache
+    packed: PackedMetadata
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLM:
+    """Proposes greedily with a small model that shares the target's vocabulary.
+
+    The draft's buffers are addressed by the target's FULL page table, so it needs no allocator; its layers must be stored in "full"
+    pages (windows still clip what they see).
+
+    Attributes:
+      model: the draft model.
+      kernel_backend: who runs the metadata kernel, as in `SpecConfig`.
+    """
+
+    model: Model
+    kernel_backend: str | None = None
+
+    def __post_init__(self):
+        if any(spec.storage != "full" for spec in self.model.layers):
+            raise ValueError("draft layers must be stored in 'full' pages: build the draft with from_qwen3(module, swa_pages=False)")
+
+    def init(self, config: SpecConfig) -> DraftLMState:
+        cache = init_cache(
+            self.model.layers, page_size=config.page_size, num_pages=config.full_pages(), num_swa_pages=1, dtype=self.model.dtype
+        )
+        layout = verify_layout(
+            batch_size=config.batch_size, num_rows=config.num_draft_tokens, pages_per_row=config.pages_per_row, swa=False
+        )
+        return DraftLMState(cache=cache, packed=PackedMetadata.zeros(layout))
+
+    def prefill(self, params, state: DraftLMState, tokens: Array, metadata: DraftExtendMetadata) -> DraftLMState:
+        _, _, cache = self.model.apply(params, tokens, metadata.window.positions, state.cache, metadata)
+        return state.replace(cache=cache)
+
+    def propose(self, params, state: DraftLMState, context: DraftContext, num_drafts: int):
+        B = context.req_rows.shape[0]
+        start = jnp.maximum(context.seq_lens - 1, 0)
+        window, packed = draft_window(
+            start, context.req_rows, context.page_rows, context.v2p, state.packed, page_size=state.cache.page_size,
+            limit=context.tokens.shape[1], backend=self.kernel_backend,
+        )
+        previous = context.tokens[context.req_rows, start]
+        ids = jnp.stack([previous, context.anchor], axis=1)
+        # A padded lane has L = 0: its rows sit at positions 0 and 1 of the sink page, like any padding.
+        extend = _two_rows(context, window)
+        logits, _, cache = self.model.apply(params, ids, extend.window.positions, state.cache, extend)
+        first = greedy_token(logits[:, 0])
+
+        def chain(carry, step):
+            token, cache = carry
+            metadata = decode_step(context.metadata, window, step)
+            logits, _, cache = self.model.apply(params, token[:, None], metadata.window.positions, cache, metadata)
+            token = greedy_token(logits[:, 0])
+            return (token, cache), token
+
+        (_, cache), rest = jax.lax.scan(chain, (first, cache), jnp.arange(2, num_drafts + 1, dtype=jnp.int32))
+        tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
+        return DraftLMState(cache=cache, packed=packed), Drafts(tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32))
+
+
+def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata:
+    """Metadata of the extend over tokens L - 1 and L."""
+    B = context.req_rows.shape[0]
+    lengths = window.positions[:, 1] + 1
+    return DraftExtendMetadata(
+        cache_seqlens=lengths,
+        cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
+        page_table=context.metadata.page_table,
+        swa_page_table=None,
+        window=WriteWindow(window.virtual_loc[:, :2], window.full_loc[:, :2], None, window.positions[:, :2]),
+        logit_rows=jnp.ones((B, 1), jnp.int32),
+        extend_lens=jnp.full((B,), 2, jnp.int32),
+        cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * 2,
+    )

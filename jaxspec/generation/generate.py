@@ -1,0 +1,110 @@
+"""`jaxspec.generate`: the whole way from token ids to token ids."""
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from jaxspec.config import SpecConfig
+from jaxspec.drafting import Drafter
+from jaxspec.errors import InputError
+from jaxspec.generation.loops import Driver, OnTokens, prefill_reported, reports, rounds_reported, run_to_end
+from jaxspec.generation.results import Generation, read_requests
+from jaxspec.models.contract import Model
+from jaxspec.steps import Params, init_state, make_spec_step
+
+LOOPS = ("device", "chunked", "python")
+
+
+def default_config(
+    target: Model, prompts: Sequence[Sequence[int]], *, num_draft_tokens: int, max_new_tokens: int, page_size: int = 64, **others
+) -> SpecConfig:
+    """A configuration that fits the prompts: context and prefill chunk rounded up, so that similar calls share a program."""
+    longest = max((len(prompt) for prompt in prompts), default=1)
+    step = max(page_size, 256)
+    wanted = -(-(longest + max_new_tokens) // step) * step
+    return SpecConfig(
+        batch_size=max(len(prompts), 1), num_draft_tokens=num_draft_tokens, context_len=min(wanted, target.context_len),
+        max_new_tokens=max_new_tokens, page_size=page_size, **others,
+    )
+
+
+def generate(
+    target: Model, params: Params, prompts: Sequence[Sequence[int]], *, drafter: Drafter | None = None, num_draft_tokens: int = 8,
+    max_new_tokens: int | Sequence[int] = 128, stop_ids: Sequence[int] = (), loop: str = "device", config: SpecConfig | None = None,
+    rounds_per_dispatch: int = 8, on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Completes prompts greedily by speculative decoding; the ids are those of plain decoding.
+
+    Args:
+      target: the model that decides, see `jaxspec.Model`.
+      params: weights of target and drafter.
+      prompts: token ids of each request.
+      drafter: `NgramDrafter`, `DraftLM` or your own. None is plain decoding: one row a round, whatever `num_draft_tokens` says.
+      num_draft_tokens: D, rows verified per request and round: the newest token and D - 1 drafts.
+      max_new_tokens: tokens to emit at most, one number or one a prompt.
+      stop_ids: ids that end a request; the id itself is emitted.
+      loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch, results read
+        one dispatch late) or "python" (one round a dispatch).
+      config: shapes, instead of a configuration that fits the prompts; it then decides D, and `max_new_tokens` may not exceed its.
+      rounds_per_dispatch: K of the chunked loop.
+      on_tokens: called as `on_tokens(prompt_index, new_token_ids, finished)` while tokens arrive; needs the chunked or python loop.
+
+    Returns:
+      A `Generation`: token ids, verify counts, accept lengths and timing. If pages run out, the requests that were still running
+      have finish_reason "out_of_pages" and hold what was emitted until then.
+
+    Raises:
+      InputError: bad prompts, limits or configuration; nothing has run then.
+
+    Example:
+      >>> import jaxspec
+      >>> target = jaxspec.load_model("target")
+      >>> prompt = target.encode("import os\\nimport sys\\nimport")
+      >>> result = jaxspec.generate(
+      ...     target.model, jaxspec.Params(target.params), [prompt], drafter=jaxspec.NgramDrafter(), num_draft_tokens=4,
+      ...     max_new_tokens=8)
+      >>> plain = jaxspec.generate(target.model, jaxspec.Params(target.params), [prompt], max_new_tokens=8)
+      >>> result.token_ids == plain.token_ids
+      True
+    """
+    if loop not in LOOPS:
+        raise InputError(f"loop={loop!r}: must be one of {', '.join(LOOPS)}")
+    if on_tokens is not None and loop == "device":
+        raise InputError("on_tokens needs loop='chunked' or 'python': the device loop hands out nothing before the end")
+    if rounds_per_dispatch < 1:
+        raise InputError(f"rounds_per_dispatch={rounds_per_dispatch}: must be at least 1")
+    if num_draft_tokens < 1:
+        raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
+    if config is None:
+        if drafter is None:
+            num_draft_tokens = 1
+        limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        config = default_config(
+            target, prompts, num_draft_tokens=num_draft_tokens, max_new_tokens=max(limits, default=0)
+        )
+    if not prompts:
+        return Generation(requests=[], num_draft_tokens=config.num_draft_tokens, seconds=0.0, dispatches=0)
+    spec = make_spec_step(target, drafter, config)
+    state = init_state(target, drafter, config, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    driver = Driver(spec, params, state)
+
+    if loop == "device":
+        driver.compile(run_to_end)
+        start = time.perf_counter()
+        jax.block_until_ready(driver(run_to_end))
+    else:
+        rounds, lag = (rounds_per_dispatch, 1) if loop == "chunked" else (1, 0)
+        driver.compile(prefill_reported, rounds_reported(rounds))
+        start = time.perf_counter()
+        for report in reports(driver, rounds, lag):
+            if on_tokens is not None:
+                for index in range(len(prompts)):
+                    count, reason = int(report[index, 0]), int(report[index, 1])
+                    if count:
+                        on_tokens(index, report[index, 3 : 3 + count].tolist(), reason != 0)
+    seconds = time.perf_counter() - start
+    return Generation(
+        requests=read_requests(driver.state, prompts), num_draft_tokens=config.num_draft_tokens, seconds=seconds,
+        dispatches=driver.dispatches,
+    )

@@ -1,0 +1,111 @@
+"""What a generation returns: plain numbers on the host."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.steps import SpecState, requests_of
+from jaxspec.steps.state import FINISH_NAMES
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestResult:
+    """One request.
+
+    Attributes:
+      token_ids: the completion, the stop id included if there was one.
+      finish_reason: "stop", "length" (max_new_tokens), "context" (context_len) or "out_of_pages".
+      verify_count: rounds the request took part in.
+      accept_lengths: tokens each round emitted, 1 .. D. The first token comes from prefill: sum(accept_lengths) + 1 is the
+        number of tokens.
+      accepted_drafts: drafts each round accepted, 0 .. D - 1, before the run was cut at a stop id or a length limit.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    verify_count: int
+    accept_lengths: list[int]
+    accepted_drafts: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """All requests of a call, in the order of the prompts.
+
+    Attributes:
+      requests: one result a prompt.
+      num_draft_tokens: D.
+      seconds: wall time from the first dispatch to the last result, compilation excluded.
+      dispatches: compiled calls it took.
+    """
+
+    requests: list[RequestResult]
+    num_draft_tokens: int
+    seconds: float
+    dispatches: int
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The completions."""
+        return [request.token_ids for request in self.requests]
+
+    @property
+    def accept_length(self) -> float | None:
+        """Completion tokens / verify count over all requests; None if no round was needed."""
+        rounds = sum(request.verify_count for request in self.requests)
+        return sum(len(request.token_ids) for request in self.requests) / rounds if rounds else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """For each draft position 1 .. D - 1, the share of rounds that accepted it."""
+        accepted = np.concatenate([request.accepted_drafts for request in self.requests] or [[]]).astype(np.int64)
+        return [float(np.mean(accepted >= j)) if accepted.size else 0.0 for j in range(1, self.num_draft_tokens)]
+
+    @property
+    def accept_length_histogram(self) -> list[int]:
+        """How many rounds emitted 1, 2, .. D tokens."""
+        emitted = np.concatenate([request.accept_lengths for request in self.requests] or [[]]).astype(np.int64)
+        return np.bincount(emitted, minlength=self.num_draft_tokens + 1)[1:].tolist()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens of all requests / seconds."""
+        return sum(len(request.token_ids) for request in self.requests) / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"requests": [...], "aggregate": {...}}`, ready for `json.dump`."""
+        return {
+            "requests": [dataclasses.asdict(request) for request in self.requests],
+            "aggregate": {
+                "accept_length": self.accept_length,
+                "acceptance_per_position": self.acceptance_per_position,
+                "accept_length_histogram": self.accept_length_histogram,
+                "tokens_per_second": self.tokens_per_second,
+                "completion_tokens": sum(len(request.token_ids) for request in self.requests),
+                "verify_count": sum(request.verify_count for request in self.requests),
+                "num_draft_tokens": self.num_draft_tokens,
+                "seconds": self.seconds,
+                "dispatches": self.dispatches,
+            },
+        }
+
+
+def read_requests(state: SpecState, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
+    """Reads the results of a finished generation, in one transfer."""
+    requests, tokens, log = jax.device_get((requests_of(state), state.tokens, state.round_log))
+    results = []
+    for row, prompt in enumerate(prompts, start=1):
+        rounds, start = int(requests.verify_count[row]), len(prompt)
+        results.append(
+            RequestResult(
+                token_ids=tokens[row, start : start + int(requests.num_output[row])].tolist(),
+                finish_reason=FINISH_NAMES[int(requests.finish_reason[row])] or "out_of_pages",
+                verify_count=rounds,
+                accept_lengths=log[row, :rounds, 1].tolist(),
+                accepted_drafts=log[row, :rounds, 0].tolist(),
+            )
+        )
+    return results

@@ -1,0 +1,89 @@
+"""What a model is to the step: a function, and what its layers keep.
+
+Any function with this signature plugs in, whatever framework it comes from:
+
+    logits, hidden, cache = apply(params, tokens, positions, cache, metadata)
+
+    params     the model's weights, any pytree
+    tokens     int32[B, D], ids in [0, vocab_size); padded rows hold some id in range
+    positions  int32[B, D], absolute positions, ascending in a row
+    cache      `KVCache`, written and read through `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
+    metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows whose logits are wanted
+    logits     float32[B, D or K, V]
+    hidden     [B, D, H], the residual stream after the final norm, all rows
+    cache      the cache after the writes
+
+It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield anything finite.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspec.attention import attend
+from jaxspec.cache import KVCache, LayerSpec
+from jaxspec.models.qwen3 import Qwen3
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as the step sees it: static and hashable, so that two equal models share one compiled step.
+
+    Attributes:
+      apply: the function above. Give it value equality (a frozen dataclass with `__call__`) if you build it more than once.
+      layers: what each attention layer keeps for a token.
+      vocab_size: V.
+      context_len: most tokens a sequence may hold, prompt and completion together.
+      dtype: dtype of the cache, as a string.
+    """
+
+    apply: Callable[[Any, Array, Array, KVCache, Any], tuple[Array, Array, KVCache]]
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    context_len: int
+    dtype: str = "float32"
+
+    @property
+    def swa_window(self) -> int | None:
+        """The largest window among layers stored in SWA pages; None if there is none."""
+        windows = [spec.window for spec in self.layers if spec.storage == "swa"]
+        return max(windows) if windows else None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxApply:
+    """Binds a Qwen3 module to the contract."""
+
+    module: Qwen3
+
+    def __call__(self, params, tokens, positions, cache, metadata):
+        def store_and_attend(layer, q, k, v, cache):
+            return attend(cache, layer, q, k, v, metadata)
+
+        return self.module.apply(params, tokens, positions, store_and_attend, cache, logit_rows=metadata.logit_rows)
+
+
+def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
+    """The contract for a Qwen3 module.
+
+    Args:
+      module: the flax module.
+      swa_pages: keep sliding layers in SWA pages, which are retired behind the window. False keeps them in FULL pages, as a draft does
+        that follows the target's FULL page table.
+    """
+    config = module.config
+    layers = tuple(
+        LayerSpec(
+            config.num_key_value_heads, config.head_dim, window,
+            storage="swa" if window is not None and swa_pages else "full",
+        )
+        for window in config.windows
+    )
+    return Model(
+        apply=FlaxApply(module), layers=layers, vocab_size=config.vocab_size, context_len=config.max_position_embeddings,
+        dtype=jax.numpy.dtype(module.dtype).name,
+    )

@@ -1,0 +1,25 @@
+"""The speculative step: prefill, prepare, draft, verify, commit, over one device-resident state."""
+
+from jaxspec.steps.prefill import prefill
+from jaxspec.steps.round import StepOutput, commit, draft, prepare, run_round, verify
+from jaxspec.steps.state import Requests, SpecState, init_state, pages_of, requests_of
+from jaxspec.steps.step import Params, SpecStep, compiler_options, make_spec_step
+
+__all__ = [
+    "Params",
+    "Requests",
+    "SpecState",
+    "SpecStep",
+    "StepOutput",
+    "commit",
+    "compiler_options",
+    "draft",
+    "init_state",
+    "make_spec_step",
+    "pages_of",
+    "prefill",
+    "prepare",
+    "requests_of",
+    "run_round",
+    "verify",
+]

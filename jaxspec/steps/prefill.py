@@ -1,0 +1,92 @@
+"""Prefill: the prompts enter the cache in chunks, and each request emits its first token."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import allocate
+from jaxspec.metadata import draft_extend_metadata, verify_layout
+from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages
+from jaxspec.steps.state import RUNNING, WAITING, SpecState, pages_of, requests_of
+from jaxspec.verification import greedy_token
+from pallas_kernels import PackedMetadata
+
+Array = jax.Array
+
+
+def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
+    """Brings every waiting request into the cache: target and drafter see the prompts, the target's first token is emitted.
+
+    The prompts advance together, `prefill_chunk` tokens a forward, in a device loop; a request whose prompt is through waits for the
+    others. Pages are checked for all prompts before the first chunk.
+
+    Args:
+      spec: the `SpecStep` (static).
+      params: `Params`.
+      state: from `init_state`.
+
+    Returns:
+      The state, in which formerly waiting requests are running (or finished, if one token was all they wanted), and int32[], 0, or 1
+      if there are not enough pages; then the state is as it was.
+    """
+    config = spec.config
+    layout = verify_layout(
+        batch_size=config.batch_size, num_rows=config.prefill_chunk, pages_per_row=config.pages_per_row,
+        swa=spec.target.swa_window is not None,
+    )
+    enough = _fits(spec, state)
+
+    def unfinished(carry):
+        state, _ = carry
+        return enough & (requests_of(state).status == WAITING).any()
+
+    def chunk(carry):
+        return _prefill_chunk(spec, params, *carry)
+
+    state, _ = jax.lax.while_loop(unfinished, chunk, (state, PackedMetadata.zeros(layout)))
+    return state, jnp.where(enough, OK, OUT_OF_PAGES).astype(jnp.int32)
+
+
+def _fits(spec, state: SpecState) -> Array:
+    """bool[], whether the free pages hold all waiting prompts; sliding-window pages are counted at their peak."""
+    config, window = spec.config, spec.target.swa_window
+    requests, pages = requests_of(state), pages_of(state)
+    wanted = jnp.where(requests.status == WAITING, -(-requests.prompt_len // config.page_size), 0)
+    fits = wanted.sum() <= pages.free_count[1]
+    if window is not None:
+        fits &= jnp.minimum(wanted, config.swa_pages_per_row(window)).sum() <= pages.free_count[2]
+    return fits
+
+
+def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tuple[SpecState, PackedMetadata]:
+    config, C = spec.config, spec.config.prefill_chunk
+    requests, pages = requests_of(state), pages_of(state)
+    waiting = requests.status[1:] == WAITING
+    rows = jnp.where(waiting, jnp.arange(1, config.rows, dtype=jnp.int32), 0)
+    seq_lens = jnp.where(waiting, requests.seq_len[1:], 0)
+    extend_lens = jnp.where(waiting, jnp.minimum(requests.prompt_len[1:] - seq_lens, C), 0)
+
+    pages, _ = allocate(
+        pages, rows, seq_lens + extend_lens, page_size=config.page_size, swa=spec.target.swa_window is not None,
+        max_new=min(-(-C // config.page_size) + 1, config.pages_per_row),
+    )
+    metadata, packed = draft_extend_metadata(
+        seq_lens, extend_lens, rows, pages.page_table, pages.v2p, packed, page_size=config.page_size,
+        backend=config.kernel_backend,
+    )
+    column = jnp.arange(C, dtype=jnp.int32)
+    real = column < extend_lens[:, None]
+    tokens = jnp.where(
+        real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0
+    )
+    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, state.cache, metadata)
+    draft_state = state.draft
+    if spec.drafter is not None:
+        draft_state = spec.drafter.prefill(params.draft, draft_state, tokens, metadata)
+
+    state = state.with_(
+        pages=pages, requests=requests.replace(seq_len=requests.seq_len.at[rows].add(extend_lens)), cache=cache, draft=draft_state
+    )
+    through = waiting & (seq_lens + extend_lens == requests.prompt_len[1:])
+    done = jnp.where(through, rows, 0)
+    state, _, _ = emit(spec, state, done, seq_lens + extend_lens, greedy_token(logits), through.astype(jnp.int32))
+    return free_pages(spec, state, rows, max_advance=C), packed

@@ -1,0 +1,116 @@
+"""`make_spec_step`: a target, a drafter and shapes, bound into compiled functions of (params, state)."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspec.config import SpecConfig
+from jaxspec.drafting import Drafter, DraftLM
+from jaxspec.errors import InputError
+from jaxspec.models.contract import Model
+from jaxspec.steps import prefill as prefill_module
+from jaxspec.steps import round as round_module
+from jaxspec.steps.state import SpecState
+
+# The classes of operation that XLA may record into one command buffer (a CUDA graph), WHILE among them: without it the
+# host drives every turn of a device loop. The option replaces XLA's list, so the defaults are repeated.
+_COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+
+
+def compiler_options(platform: str | None = None) -> dict[str, Any]:
+    """XLA options with which a generation becomes one command buffer on an NVIDIA GPU.
+
+    Args:
+      platform: "cpu", "gpu" or "cuda"; the default backend's by default.
+
+    Returns:
+      Options for `jax.jit(..., compiler_options=...)`; empty off the GPU. They concern one function, no global flag is set.
+
+    Example:
+      >>> compiler_options("cpu")
+      {}
+    """
+    platform = jax.default_backend() if platform is None else platform
+    if platform not in ("gpu", "cuda"):
+        return {}
+    return {"xla_gpu_enable_command_buffer": _COMMAND_BUFFER, "xla_gpu_graph_min_graph_size": 1}
+
+
+class Params(NamedTuple):
+    """Weights of a step: the target's, and the drafter's (an empty tuple if it has none)."""
+
+    target: Any
+    draft: Any = ()
+
+
+@functools.lru_cache(maxsize=256)
+def jit_with_state(function, options: tuple[tuple[str, Any], ...]):
+    """`function(spec, params, state)` compiled with a static spec and a donated state, one wrapper per function and options."""
+    return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=dict(options) or None)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecStep:
+    """A speculative step. Call it as `state, out = step(params, state)`.
+
+    The call is one compiled round; the state is donated (do not use the old one again). `step.prefill(params, state)` compiles the
+    prefill. The phases `jaxspec.prepare`, `draft`, `verify` and `commit` take the step as first argument and may be called, jitted
+    or not, by a script that wants to stand between them.
+
+    Attributes:
+      target: the model that decides.
+      drafter: who proposes; None with D = 1 is plain decoding.
+      config: shapes.
+      options: XLA options, as sorted pairs.
+    """
+
+    target: Model
+    drafter: Drafter | None
+    config: SpecConfig
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, params: Params, state: SpecState) -> tuple[SpecState, round_module.StepOutput]:
+        return jit_with_state(round_module.run_round, self.options)(self, params, state)
+
+    def prefill(self, params: Params, state: SpecState) -> tuple[SpecState, jax.Array]:
+        return jit_with_state(prefill_module.prefill, self.options)(self, params, state)
+
+
+def make_spec_step(
+    target: Model, drafter: Drafter | None, config: SpecConfig, *, options: dict[str, Any] | None = None
+) -> SpecStep:
+    """Binds a target, a drafter and shapes into a step.
+
+    Args:
+      target: the model that decides.
+      drafter: `NgramDrafter`, `DraftLM` or your own; None proposes nothing.
+      config: shapes. One compiled program serves every batch of these shapes, whatever lengths, tables and mappings it holds.
+      options: XLA options for the compiled functions; `compiler_options()` by default.
+
+    Raises:
+      InputError: the draft model's vocabulary or context does not match the target's.
+
+    Example:
+      >>> import jaxspec
+      >>> target = jaxspec.load_model("target")
+      >>> config = jaxspec.SpecConfig(batch_size=1, num_draft_tokens=4, context_len=64, max_new_tokens=8, prefill_chunk=16)
+      >>> step = jaxspec.make_spec_step(target.model, jaxspec.NgramDrafter(), config)
+      >>> params = jaxspec.Params(target.params)
+      >>> state = jaxspec.init_state(target.model, step.drafter, config, [target.encode("for i in range(10):")])
+      >>> state, status = step.prefill(params, state)
+      >>> state, out = step(params, state)
+      >>> 1 <= int(out.num_tokens[0]) <= 4
+      True
+    """
+    if config.context_len > target.context_len:
+        raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
+    if isinstance(drafter, DraftLM):
+        draft = drafter.model
+        if draft.vocab_size != target.vocab_size:
+            raise InputError(f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: they must share a vocabulary")
+        if draft.context_len < config.context_len:
+            raise InputError(f"the draft model's context of {draft.context_len} is below context_len={config.context_len}")
+    options = compiler_options() if options is None else options
+    return SpecStep(target, drafter, config, tuple(sorted(options.items())))
