@@ -31,10 +31,12 @@ def dot(x: jax.Array, weight: jax.Array, dtype: Any, *, transposed: bool = False
     rows = x.reshape(-1, x.shape[-1]).astype(dtype)
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
     precision = lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    # The result's type is asked of the product itself: a float32 result cast down would make the products of the
+    # backward pass float32 ones.
     out = lax.dot_general(
-        rows, weight.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
+        rows, weight.astype(dtype), contract, precision=precision, preferred_element_type=out_dtype or dtype
     )
-    return out.astype(out_dtype or dtype).reshape(*x.shape[:-1], out.shape[-1])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
