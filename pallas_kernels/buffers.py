@@ -213,18 +213,19 @@ def check(out: Out, kind: type, batch: int) -> None:
         raise ValueError(f"out is a {type(out).__name__}: give a {kind.__name__} or a PackedMetadata")
     rows = {"cache_seqlens": (batch,), "cu_seqlens_k": (batch + 1,)}
     matrix = out.page_table if kind is DecodeTables else out.virtual_loc
-    columns = matrix.shape[1] if matrix.ndim == 2 else -1
+    columns = matrix.shape[1] if getattr(matrix, "ndim", 0) == 2 else "columns"
     optional = {"swa_page_table", "swa_loc", "anchor_ids"}
     for name, array in zip(out._fields, out, strict=True):
         if array is None and name in optional:
             continue
-        check_array(f"out.{name}", array, rows.get(name, (batch, max(columns, 0))))
+        check_array(f"out.{name}", array, rows.get(name, (batch, columns)))
 
 
-def check_array(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+def check_array(name: str, array: jax.Array, shape: tuple) -> None:
     """Raise ValueError unless `array` is int32 of exactly `shape`."""
     if getattr(array, "shape", None) != shape or array.dtype != jnp.int32:
-        raise ValueError(f"{name} is {_describe(array)}: a destination must be int32{list(shape)}")
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"{name} is {_describe(array)}: a destination must be int32[{wanted}]")
 
 
 def _describe(array) -> str:

@@ -7,7 +7,6 @@ its chain of dependent loads is as short as the job allows: (length, request row
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -303,14 +302,14 @@ def _check_lengths(seq_lens, zero_tail, backend) -> None:
 
 
 def _check_delta(value) -> int:
-    delta = operator.index(value)
+    delta = operands.check_static("seq_len_delta", value)
     if delta < 0:
         raise ValueError(f"seq_len_delta={delta}: it must be >= 0 (0 to decode, D to verify D rows)")
     return delta
 
 
 def _check_max_pages(value: int | None, columns: int) -> int:
-    pages = columns if value is None else operator.index(value)
+    pages = columns if value is None else operands.check_static("max_pages", value)
     if not 0 <= pages <= columns:
         raise ValueError(f"max_pages={pages}: it must be between 0 and the width of the page table, {columns}")
     return pages

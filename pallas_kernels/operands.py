@@ -5,6 +5,7 @@ interleaved maps. Numbers here are pages unless they are called tokens; `page_si
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -136,9 +137,18 @@ def make_maps(
 
 def page_shift(page_size: int) -> int:
     """log2 of the page size, or raise ValueError."""
-    if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(f"page_size={page_size!r}: it must be a power of two, a Python integer such as 1, 16 or 64")
-    return page_size.bit_length() - 1
+    size = check_static("page_size", page_size)
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"page_size={size}: it must be a power of two, such as 1, 16 or 64")
+    return size.bit_length() - 1
+
+
+def check_static(name: str, value) -> int:
+    """The Python integer of a value that must be known while tracing, or raise ValueError."""
+    try:
+        return operator.index(value)
+    except TypeError as error:  # a float, None or a traced array
+        raise ValueError(f"{name}={value!r}: it must be an integer known at compile time") from error
 
 
 def check_integers(name: str, array, rank: int, length: int | None = None) -> None:

@@ -5,7 +5,6 @@ A program handles 128 of the B * D rows, whatever request they belong to, so D n
 
 import dataclasses
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -190,11 +189,11 @@ def _write(spec: _Spec, item, ins: tuple, outs: tuple) -> None:
 
 
 def _check_limit(limit):
-    """None, a Python integer, or an int32[1] array."""
+    """None, a Python integer that fits int32, or an int32[1] array."""
     if limit is None:
         return None
-    if getattr(limit, "ndim", 0) == 0 and not isinstance(limit, jax.Array):
-        return operator.index(limit)
+    if not hasattr(limit, "dtype"):
+        return min(max(operands.check_static("limit", limit), 0), 2**31 - 1)
     if limit.size != 1 or not jnp.issubdtype(limit.dtype, jnp.integer):
         raise ValueError(f"limit is {limit.dtype}{list(limit.shape)}: it must be one integer, a number of tokens")
-    return jnp.asarray(limit).reshape(1)
+    return operands.as_int32(limit).reshape(1)
