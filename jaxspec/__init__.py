@@ -1,0 +1,90 @@
+"""Speculative decoding in JAX: exact, compiled into one executable, with fused Pallas metadata kernels.
+
+    target = jaxspec.load_model("target")
+    result = jaxspec.generate(target.model, jaxspec.Params(target.params), [target.encode("def main():")],
+                              drafter=jaxspec.NgramDrafter())
+
+A step of one's own: `make_spec_step`, `init_state`, then `step.prefill(params, state)` and `step(params, state)` as often as
+needed; between its phases: `prepare`, `draft`, `verify`, `commit`.
+
+Axis letters, the same everywhere:
+
+    B  requests of a batch           D  rows verified per request and round: the anchor and D - 1 drafts
+    P  pages a row                   R  request rows, B + 1; row 0 is the sink row of padded lanes
+    T  tokens a sequence may hold    C  prompt tokens a prefill chunk
+    V  vocabulary                    H  hidden width
+    S  keys gathered for attention   NV virtual pages
+
+Words: the *anchor* is the newest token, which has no K/V yet; L, the *committed length*, counts tokens that have. A *slot* is the place
+of one token in a buffer, a *page* is `page_size` slots, a *virtual* page names a piece of a request whatever the pools do, `v2p` maps it
+to the physical page of each kind. Index 0 is the *sink* in every space: nobody owns it, nothing depends on what it holds.
+"""
+
+from jaxspec.attention import attend, paged_attention
+from jaxspec.cache import KVCache, LayerSpec
+from jaxspec.config import SpecConfig
+from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, NgramDrafter
+from jaxspec.errors import InputError
+from jaxspec.generation import Generation, RequestResult, generate
+from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
+from jaxspec.models import Checkpoint, Model, embedded_names, from_qwen3
+from jaxspec.models import load as load_model
+from jaxspec.steps import (
+    Params,
+    SpecState,
+    SpecStep,
+    StepOutput,
+    commit,
+    compiler_options,
+    draft,
+    init_state,
+    make_spec_step,
+    pages_of,
+    prefill,
+    prepare,
+    requests_of,
+    verify,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "DecodeMetadata",
+    "DraftContext",
+    "DraftExtendMetadata",
+    "DraftLM",
+    "Drafter",
+    "Drafts",
+    "ForwardMetadata",
+    "Generation",
+    "InputError",
+    "KVCache",
+    "LayerSpec",
+    "Model",
+    "NgramDrafter",
+    "Params",
+    "RequestResult",
+    "SpecConfig",
+    "SpecState",
+    "SpecStep",
+    "StepOutput",
+    "VerifyMetadata",
+    "WriteWindow",
+    "attend",
+    "commit",
+    "compiler_options",
+    "draft",
+    "embedded_names",
+    "from_qwen3",
+    "generate",
+    "init_state",
+    "load_model",
+    "make_spec_step",
+    "paged_attention",
+    "pages_of",
+    "prefill",
+    "prepare",
+    "requests_of",
+    "verify",
+]

@@ -23,6 +23,7 @@ import tokenizers
 
 from jaxspec.errors import InputError
 from jaxspec.models.config import Qwen3Config, eos_ids
+from jaxspec.models.contract import Model, from_qwen3
 from jaxspec.models.qwen3 import Qwen3
 
 _DATA = Path(__file__).parent / "data"
@@ -49,6 +50,24 @@ class Checkpoint:
     def name(self) -> str:
         """The folder's own name."""
         return self.folder.name
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The model as a target: what `jaxspec.generate` and `jaxspec.make_spec_step` take."""
+        return from_qwen3(self.module)
+
+    @functools.cached_property
+    def draft_model(self) -> Model:
+        """The same model as a draft, for `jaxspec.DraftLM`: all layers in FULL pages, windows as masks."""
+        return from_qwen3(self.module, swa_pages=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, nothing added. Strip white space at the end of a prompt that is to be continued."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True)
 
     @functools.cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
