@@ -70,7 +70,8 @@ def assert_equal(actual, expected: dict):
 def request_table(rng, rows, columns, virtual_pages, bad=0.15):
     """int32[rows, columns] of virtual pages, some -1 and some past every map; row 0 is the sink row."""
     table = rng.integers(0, virtual_pages, (rows, columns))
-    table = np.where(rng.random(table.shape) < bad, rng.choice([-1, virtual_pages, virtual_pages + 5], table.shape), table)
+    wrong = rng.choice([-1, virtual_pages, virtual_pages + 5], table.shape)
+    table = np.where(rng.random(table.shape) < bad, wrong, table)
     table[0] = 0
     return table.astype(np.int32)
 
