@@ -55,7 +55,17 @@ def missing() -> str | None:
     ptxas = shutil.which("ptxas") or any(glob.glob(place) for place in places)
     wanted = [("the jax CUDA plugin wheels (pip install --no-deps)", plugin), ("ptxas", ptxas)]
     absent = [name for name, there in wanted if not there]
-    return f"compiling for sm_90 needs {' and '.join(absent)}" if absent else None
+    if absent:
+        return f"compiling for sm_90 needs {' and '.join(absent)}"
+    try:
+        _device()
+    except NotImplementedError:
+        return "compiling for sm_90 needs JAX_PLATFORMS=cpu: the CUDA plugin refused to register without its libraries"
+    return None
+
+
+def _device():
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200).devices[0]
 
 
 def lower_text(function, *arguments) -> str:
@@ -67,7 +77,7 @@ def lower_text(function, *arguments) -> str:
 
 def compile_for_h200(function, *arguments):
     """The compiled program, the first argument donated."""
-    device = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200).devices[0]
+    device = _device()
     place = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.default_device(device):
