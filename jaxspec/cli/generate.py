@@ -1,0 +1,301 @@
+"""`python -m jaxspec generate`: completes prompts, shows what was accepted, checks that the output is exact."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from absl import flags
+
+from jaxspec import (
+    DraftLM,
+    Generation,
+    InputError,
+    NgramDrafter,
+    Params,
+    SpecConfig,
+    embedded_names,
+    init_state,
+    load_model,
+)
+from jaxspec import generate as run_generation
+from jaxspec.cli import environment, prompts, report
+from jaxspec.cli.jsonfile import JsonFile
+from jaxspec.cli.screen import Screen
+from jaxspec.cli.stream import Completions
+from jaxspec.drafting import Drafter
+from jaxspec.generation import LOOPS
+from jaxspec.models import Checkpoint
+
+SUMMARY = "Completes prompts by speculative decoding and checks that the ids equal plain decoding."
+
+_ROUNDS = 8  # rounds a dispatch of the chunked loop: how often a completion grows on the screen
+_CONTEXT_STEP = 256  # contexts are rounded up to this, so that similar runs share a compiled program
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Declares the command's flags."""
+
+    def define(kind: str, *arguments, **settings):
+        getattr(flags, f"DEFINE_{kind}")(*arguments, flag_values=values, **settings)
+
+    define("string", "model", "target", "The target: an embedded model's name, or a Hugging Face folder of a Qwen3.")
+    define(
+        "enum",
+        "drafter",
+        None,
+        ["draft_lm", "ngram", "none"],
+        "Who proposes tokens: a small draft model, a look-up in the text so far, or nobody (plain decoding). "
+        "By default draft_lm for an embedded model or with --draft_model, else ngram.",
+    )
+    define(
+        "string",
+        "draft_model",
+        None,
+        "The draft model of draft_lm, a name or a folder; the embedded 'draft' by default.",
+    )
+    define(
+        "integer",
+        "num_draft_tokens",
+        8,
+        "D, tokens verified per request and round: the newest one and D - 1 drafts.",
+        lower_bound=1,
+    )
+    define(
+        "multi_string",
+        "prompt",
+        [],
+        "Text to complete. White space at its end is left out, since the model has seen a line break or indent only "
+        "together with what follows.",
+    )
+    define(
+        "string",
+        "prompt_file",
+        None,
+        'JSONL file of prompts: {"prompt": "text"} or {"token_ids": [1, 2]} a line, with an "id" if you like. '
+        "Without --prompt and --prompt_file the prompts that come with the package are completed.",
+    )
+    define("integer", "max_new_tokens", 128, "Tokens a completion may have at most.", lower_bound=1)
+    define("boolean", "check_exact", True, "Run plain decoding too and compare the ids; a difference is exit status 1.")
+    define("boolean", "ignore_eos", False, "Do not stop at the model's end-of-text ids.")
+    define(
+        "string",
+        "json",
+        None,
+        "File to write results to as JSON; - is standard output, all else then goes to standard error.",
+    )
+    define(
+        "enum",
+        "loop",
+        "chunked",
+        list(LOOPS),
+        f"chunked shows tokens every {_ROUNDS} rounds; device is one dispatch and shows them at the end; "
+        "python is one dispatch a round.",
+    )
+    define(
+        "integer",
+        "batch_size",
+        8,
+        "Prompts decoded together at most; more prompts run in several batches.",
+        lower_bound=1,
+    )
+    define("integer", "page_size", 64, "Tokens a page of the K/V cache, a power of two.", lower_bound=1)
+    define(
+        "integer", "num_pages", None, "Pages of the K/V cache; by default as many as the batch can need.", lower_bound=1
+    )
+    define(
+        "enum",
+        "dtype",
+        "float32",
+        ["float32", "bfloat16"],
+        "What is computed in. Ids surely equal plain decoding in float32 only.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A decoding of all prompts, with a drafter or without."""
+
+    name: str
+    target: Checkpoint
+    drafter: Drafter | None
+    params: Params
+    config: SpecConfig
+    stop_ids: tuple[int, ...]
+    loop: str
+
+
+def run(values: flags.FlagValues) -> int:
+    """Runs the command. Exit status 0, or 1 if ids differ from plain decoding or pages ran out."""
+    output = JsonFile(values.json)
+    requests = prompts.collect(values.prompt, values.prompt_file)
+    screen = Screen(out=sys.stderr if output.to_stdout else None)
+    if advice := environment.idle_gpu_advice():
+        screen.say(advice)
+    with screen.task("loading models"):
+        target = load_model(values.model, values.dtype)
+        requests = prompts.encode(requests, target)
+        drafter, draft_params = _drafter(values, screen)
+    job = _Job(
+        name="speculative decoding" if drafter else "plain decoding",
+        target=target,
+        drafter=drafter,
+        params=Params(target.params, draft_params),
+        config=_config(values, target, requests, drafter),
+        stop_ids=() if values.ignore_eos else target.config.eos_token_ids,
+        loop=values.loop,
+    )
+    _check_pool(job, requests)
+    has_text = (target.folder / "tokenizer.json").is_file()
+    completions = Completions(screen, requests, target.decode if has_text else None)
+    result, setup_seconds = _decode(job, requests, screen, completions)
+    plain = None
+    if values.check_exact:
+        config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None)
+        plain, _ = _decode(
+            dataclasses.replace(job, name="plain decoding, to compare", drafter=None, config=config), requests, screen
+        )
+    outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None)
+    screen.write(report.to_text(outcome))
+    output.write(report.to_json(outcome, _environment(values, job)))
+    starved = sum(request.finish_reason == "out_of_pages" for request in result.requests)
+    if starved:
+        screen.say(f"error: pages ran out for {starved} requests: raise --num_pages or lower --batch_size")
+    mismatch = report.mismatch_line(outcome)
+    if mismatch:
+        screen.say(f"error: {mismatch}")
+    return 1 if starved or mismatch else 0
+
+
+def _drafter(values: flags.FlagValues, screen: Screen) -> tuple[Drafter | None, Any]:
+    """The drafter that the flags ask for, and its weights."""
+    kind = values.drafter
+    if kind is None:
+        known = values.model in embedded_names() or values.draft_model is not None
+        kind = "draft_lm" if known else "ngram"
+        if not known:
+            screen.say("drafting by n-gram look-up; --draft_model names a model that shares the target's vocabulary")
+    if kind != "draft_lm" and values.draft_model is not None:
+        raise InputError(
+            f"--draft_model={values.draft_model} is of no use with --drafter={kind}: leave one of them out"
+        )
+    if kind == "draft_lm":
+        draft = load_model(values.draft_model or "draft", values.dtype)
+        return DraftLM(draft.draft_model), draft.params
+    return (NgramDrafter() if kind == "ngram" else None), ()
+
+
+def _config(
+    values: flags.FlagValues, target: Checkpoint, requests: Sequence[prompts.Prompt], drafter: Drafter | None
+) -> SpecConfig:
+    """Shapes that fit every prompt, so that all batches run in one compiled program."""
+    context = target.config.max_position_embeddings
+    longest = max(len(request.token_ids) for request in requests)
+    wanted = -(-(longest + values.max_new_tokens) // _CONTEXT_STEP) * _CONTEXT_STEP
+    batches = -(-len(requests) // values.batch_size)
+    return SpecConfig(
+        batch_size=-(-len(requests) // batches),  # even batches: 9 prompts of at most 8 run as 5 and 4
+        num_draft_tokens=values.num_draft_tokens if drafter else 1,
+        context_len=min(wanted, context),
+        max_new_tokens=min(values.max_new_tokens, context),
+        page_size=values.page_size,
+        num_pages=values.num_pages,
+    )
+
+
+def _check_pool(job: _Job, requests: Sequence[prompts.Prompt]) -> None:
+    """Raises InputError now for what would stop a later batch; builds no arrays."""
+    config = dataclasses.replace(job.config, batch_size=len(requests))
+    ids = [request.token_ids for request in requests]
+    jax.eval_shape(lambda: init_state(job.target.model, job.drafter, config, ids, stop_ids=job.stop_ids))
+
+
+def _decode(
+    job: _Job, requests: Sequence[prompts.Prompt], screen: Screen, completions: Completions | None = None
+) -> tuple[Generation, float]:
+    """Decodes all prompts, batch after batch; returns the results as one, and the seconds that were not decoding."""
+    config, size = job.config, job.config.batch_size
+    meter = _Meter(screen, len(requests), config.max_new_tokens, _ROUNDS if job.loop == "chunked" else 1)
+    results, start = [], time.perf_counter()
+    with screen.task(f"{job.name}: compiling, then {len(requests)} requests, {size} at a time"):
+        for first in range(0, len(requests), size):
+            batch = [request.token_ids for request in requests[first : first + size]]
+            result = run_generation(
+                job.target.model,
+                job.params,
+                batch,
+                drafter=job.drafter,
+                max_new_tokens=config.max_new_tokens,
+                stop_ids=job.stop_ids,
+                loop=job.loop,
+                config=config,
+                rounds_per_dispatch=_ROUNDS,
+                on_tokens=None if job.loop == "device" else _listener(first, meter, completions),
+            )
+            results.append(result)
+            for index, request in enumerate(result.requests, start=first):
+                if completions is not None:
+                    if job.loop == "device":
+                        completions.add(index, request.token_ids)
+                    completions.end(index)
+                meter.finish(index)
+    merged = Generation(
+        requests=[request for result in results for request in result.requests],
+        num_draft_tokens=config.num_draft_tokens,
+        seconds=sum(result.seconds for result in results),
+        dispatches=sum(result.dispatches for result in results),
+    )
+    return merged, time.perf_counter() - start - merged.seconds
+
+
+def _listener(first: int, meter: "_Meter", completions: Completions | None) -> Callable[[int, list[int], bool], None]:
+    def on_tokens(index: int, ids: list[int], finished: bool) -> None:
+        meter.add(first + index, len(ids), finished)
+        if completions is not None:
+            completions.add(first + index, ids)
+            if finished:
+                completions.end(first + index)
+
+    return on_tokens
+
+
+class _Meter:
+    """Tokens so far and the running accept length, for the progress line."""
+
+    def __init__(self, screen: Screen, requests: int, limit: int, rounds: int):
+        self._screen, self._limit, self._rounds = screen, limit, rounds
+        self._tokens = [0] * requests
+        self._counted_tokens = self._counted_rounds = 0
+
+    def add(self, index: int, count: int, finished: bool) -> None:
+        # A request that goes on took part in every round of a dispatch. The call that finishes it may cover fewer, and
+        # the first one is prefill: neither counts.
+        if self._tokens[index] and not finished:
+            self._counted_tokens += count
+            self._counted_rounds += self._rounds
+        self._tokens[index] = self._limit if finished else self._tokens[index] + count
+        self._show()
+
+    def finish(self, index: int) -> None:
+        self._tokens[index] = self._limit
+        self._show()
+
+    def _show(self) -> None:
+        note = f"accept length {self._counted_tokens / self._counted_rounds:.2f}" if self._counted_rounds else ""
+        self._screen.progress(sum(self._tokens) / (self._limit * len(self._tokens)), note)
+
+
+def _environment(values: flags.FlagValues, job: _Job) -> dict[str, Any]:
+    return {
+        **environment.describe(),
+        "model": {
+            "name": job.target.name,
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(job.target.params)),
+            "dtype": values.dtype,
+        },
+        "drafter": type(job.drafter).__name__ if job.drafter else "none",
+        "config": dataclasses.asdict(job.config),
+        "flags": {name: values[name].value for name in values if name not in ("h", "help")},
+    }

@@ -1,0 +1,193 @@
+"""A finished run as figures: a table for people, a dictionary for JSON."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.cli.prompts import Prompt
+from jaxspec.generation import Generation, RequestResult
+
+_BAR = 40  # characters of the longest bar of the histogram
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+      prompts: the requests, encoded.
+      speculative: their results, in the same order.
+      setup_seconds: wall time besides `speculative.seconds`: compilation and layout.
+      plain: results of plain decoding of the same prompts; None if it did not run.
+      decode: text of ids; None if the model has no tokenizer.
+    """
+
+    prompts: Sequence[Prompt]
+    speculative: Generation
+    setup_seconds: float
+    plain: Generation | None
+    decode: Callable[[Sequence[int]], str] | None
+
+    def matches(self) -> list[bool] | None:
+        """For each request whether its ids equal those of plain decoding; None if that did not run."""
+        if self.plain is None:
+            return None
+        return [a == b for a, b in zip(self.speculative.token_ids, self.plain.token_ids, strict=True)]
+
+    def first_mismatch(self) -> dict[str, Any] | None:
+        """The first request whose ids differ, where they do first, and both ids there (None past the end)."""
+        matches = self.matches() or []
+        if all(matches):
+            return None
+        index = matches.index(False)
+        ours, plain = self.speculative.token_ids[index], self.plain.token_ids[index]
+        place = next(
+            (i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), min(len(ours), len(plain))
+        )
+        return {
+            "id": self.prompts[index].id,
+            "position": place,
+            "speculative": ours[place] if place < len(ours) else None,
+            "plain": plain[place] if place < len(plain) else None,
+        }
+
+
+def distinct_4gram_ratio(completions: Sequence[Sequence[int]]) -> float | None:
+    """Distinct runs of four ids over all runs of four, counted within each completion; None if none is that long.
+
+    A model that repeats itself is easy to draft for, so an accept length means little without this figure.
+
+    Example:
+      >>> distinct_4gram_ratio([[1, 2, 1, 2, 1, 2]])  # 1212, 2121, 1212
+      0.6666666666666666
+    """
+    runs = [list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)) for ids in completions]
+    total = sum(map(len, runs))
+    return sum(len(set(run)) for run in runs) / total if total else None
+
+
+def accept_length(request: RequestResult) -> float | None:
+    """Completion tokens / verify count of one request; None if it took no round."""
+    return len(request.token_ids) / request.verify_count if request.verify_count else None
+
+
+def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
+    """`{"requests": [...], "aggregate": {...}, "environment": {...}}`."""
+    matches = outcome.matches()
+    requests = []
+    for index, (prompt, result) in enumerate(zip(outcome.prompts, outcome.speculative.requests, strict=True)):
+        text = prompt.text
+        if text is None and outcome.decode is not None:
+            text = outcome.decode(prompt.token_ids)
+        entry = {
+            "id": prompt.id,
+            "prompt": text,
+            "prompt_tokens": len(prompt.token_ids),
+            "text": None if outcome.decode is None else outcome.decode(result.token_ids),
+            **dataclasses.asdict(result),
+            "accept_length": accept_length(result),
+            "distinct_4gram_ratio": distinct_4gram_ratio([result.token_ids]),
+        }
+        if matches is not None:
+            entry["exact_match"] = matches[index]
+        requests.append(entry)
+    aggregate = {
+        **outcome.speculative.to_json()["aggregate"],
+        "distinct_4gram_ratio": distinct_4gram_ratio(outcome.speculative.token_ids),
+        "setup_seconds": outcome.setup_seconds,
+    }
+    if matches is not None:
+        aggregate |= {
+            "exact_match": all(matches),
+            "first_mismatch": outcome.first_mismatch(),
+            "plain_tokens_per_second": outcome.plain.tokens_per_second,
+        }
+    return {"requests": requests, "aggregate": aggregate, "environment": environment}
+
+
+def to_text(outcome: Outcome) -> str:
+    """The table."""
+    run, matches = outcome.speculative, outcome.matches()
+    rows = [("request", "prompt", "tokens", "verify count", "accept length", "distinct 4-grams", "finish", "= plain")]
+    for index, (prompt, result) in enumerate(zip(outcome.prompts, run.requests, strict=True)):
+        rows.append(
+            (
+                prompt.id,
+                str(len(prompt.token_ids)),
+                str(len(result.token_ids)),
+                str(result.verify_count),
+                _number(accept_length(result)),
+                _number(distinct_4gram_ratio([result.token_ids])),
+                result.finish_reason,
+                _yes(None if matches is None else matches[index]),
+            )
+        )
+    rows.append(
+        (
+            "all",
+            str(sum(len(p.token_ids) for p in outcome.prompts)),
+            str(sum(map(len, run.token_ids))),
+            str(sum(r.verify_count for r in run.requests)),
+            _number(run.accept_length),
+            _number(distinct_4gram_ratio(run.token_ids)),
+            "",
+            _yes(None if matches is None else all(matches)),
+        )
+    )
+    lines = [*_align(rows), ""]
+    if run.acceptance_per_position:
+        lines += ["draft position     " + "".join(f"{i:6d}" for i in range(1, run.num_draft_tokens))]
+        lines += ["accepted in rounds " + "".join(f"{share:6.0%}" for share in run.acceptance_per_position), ""]
+    lines += ["tokens a round     rounds"]
+    highest = max(run.accept_length_histogram, default=0) or 1
+    for length, count in enumerate(run.accept_length_histogram, start=1):
+        lines.append(f"{length:14d}     {count:6d}  {'#' * round(_BAR * count / highest)}".rstrip())
+    lines += [
+        "",
+        f"tokens/s           {run.tokens_per_second:.1f} without compilation; that took {outcome.setup_seconds:.1f} s",
+    ]
+    if outcome.plain is not None:
+        lines += [f"  plain decoding   {outcome.plain.tokens_per_second:.1f}"]
+        lines += [f"ids equal plain    {_verdict(outcome)}"]
+    else:
+        lines += ["ids equal plain    not checked"]
+    return "\n".join(lines) + "\n"
+
+
+def mismatch_line(outcome: Outcome) -> str | None:
+    """Where the ids first differ from plain decoding; None if they do not."""
+    first = outcome.first_mismatch()
+    if first is None:
+        return None
+    ours, plain = ("the end" if first[name] is None else first[name] for name in ("speculative", "plain"))
+    return (
+        f"request {first['id']} differs from plain decoding at completion token {first['position']}: "
+        f"speculative {ours}, plain {plain}"
+    )
+
+
+def _verdict(outcome: Outcome) -> str:
+    matches = outcome.matches()
+    if all(matches):
+        return f"yes, all {len(matches)}" if len(matches) > 1 else "yes"
+    return f"NO, {matches.count(False)} of {len(matches)} differ"
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    # Names and words to the left, numbers to the right.
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (0, 6, 7) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _yes(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "NO"
