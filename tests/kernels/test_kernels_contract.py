@@ -85,20 +85,19 @@ def test_static_swa_map_translates_the_token_then_divides(backend):
 
 @each_backend
 def test_row_longer_than_the_table_is_cut_and_spills_nowhere(backend):
-    source = np.arange(2 * 4, dtype=np.int32).reshape(2, 4)
     out = cases.run(
         decode_metadata,
-        cases.decode_out(2, 4, has_swa=False),
-        seq_lens=int32(15, 0),
-        req_rows=int32(1, 1),
-        source=source,
+        cases.decode_out(3, 4, has_swa=False),
+        seq_lens=int32(15, 30, 0),
+        req_rows=int32(1, 1, 1),
+        source=np.arange(2 * 9, dtype=np.int32).reshape(2, 9),
         page_size=4,
         seq_len_delta=3,
         zero_tail=False,
         backend=backend,
     )
-    assert out.cache_seqlens.tolist() == [18, 3]
-    assert out.page_table.tolist() == [[4, 5, 6, 7], [4, -7, -7, -7]]
+    assert out.cache_seqlens.tolist() == [18, 33, 3]
+    assert out.page_table.tolist() == [[9, 10, 11, 12], [9, 10, 11, 12], [9, -7, -7, -7]]
 
 
 @each_backend
@@ -255,10 +254,11 @@ def test_an_id_whose_token_would_overflow_is_out_of_range(backend):
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
-def test_many_rows_and_wide_tables_take_several_turns(backend):
-    """More (row, block) pairs than programs, so each program loops; only some blocks of a row are live."""
+@pytest.mark.parametrize("batch", [140, 265])
+def test_many_rows_and_wide_tables_take_several_turns(batch, backend):
+    """More (row, block) pairs than programs, so one or two programs a row loop; only some blocks are live."""
     rng = np.random.default_rng(1)
-    batch, columns = 265, 520
+    columns = 600
     call = {
         "seq_lens": rng.integers(0, columns + 1, batch).astype(np.int32),
         "req_rows": rng.integers(0, 3, batch).astype(np.int32),
