@@ -45,11 +45,12 @@ def verify_metadata(
       anchor: int32[B], the newest token, which has no K/V yet; it becomes column 0 of `ids`.
       packed: the buffer to write to; donated, it is updated in place.
       page_size: tokens a page, a power of two.
-      limit: context limit in tokens; rows at or past it go to the sink.
+      limit: context limit in tokens; rows at or past it go to the sink and are no keys of any row.
       backend: who runs the two kernels, see `pallas_kernels`.
 
     Returns:
-      The metadata, whose arrays are views of the second result, and the packed buffer after.
+      The metadata, whose tables and window are views of the second result, and the packed buffer after. Key lengths are those of
+      the buffer, L + D, cut at the limit.
 
     Source: the captured translated verify metadata of SGLang's PR #44973, tails cleared.
     """
@@ -59,9 +60,11 @@ def verify_metadata(
     tables, window = packed.decode_tables(), packed.window()
     B, D = packed.layout.B, packed.layout.D
     first = jnp.arange(D, dtype=jnp.int32) == 0
+    # Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
+    lengths = jnp.minimum(tables.cache_seqlens, limit)
     metadata = VerifyMetadata(
-        cache_seqlens=tables.cache_seqlens,
-        cu_seqlens_k=tables.cu_seqlens_k,
+        cache_seqlens=lengths,
+        cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
         page_table=tables.page_table,
         swa_page_table=tables.swa_page_table,
         window=_window(window),
