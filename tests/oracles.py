@@ -1,7 +1,7 @@
-"""What the tests compare against: the same results by plainer means, in code that shares nothing with the implementation.
+"""What the tests compare against: the same results by plainer means.
 
-The one exception is the network itself: `GreedyOracle` runs the flax module, but over whole texts with `dense_attend`, so that no cache,
-page, metadata or step is involved. That the module is right is the business of the parity tests.
+The code shares nothing with the implementation but the network itself: `GreedyOracle` runs the flax module over whole
+texts with `dense_attend`, with no cache, page, metadata or step. That the module is right is for the parity tests.
 """
 
 import jax
@@ -52,3 +52,47 @@ class GreedyOracle:
                 tokens[row, : len(ids)], known[row] = ids, len(ids)
             for ids, text in zip(group, np.asarray(self._complete(self.params, tokens, known)), strict=False):
                 self._texts[ids] = text.tolist()
+
+
+def next_ids(module, params, texts, length):
+    """For each text, the greedy id after each of its tokens, from one forward over all of it: a list of arrays."""
+    tokens = np.zeros((len(texts), length), np.int32)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)] = ids
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    logits, _, _ = jax.jit(module.apply, static_argnums=3)(
+        params, tokens, positions, dense_attend(module.config.windows)
+    )
+    following = np.asarray(jnp.argmax(logits, axis=-1))
+    return [row[: len(ids)] for ids, row in zip(texts, following, strict=True)]
+
+
+def attention(q, kv, page_table, positions, lengths, *, page_size, window=None, scale=None):
+    """Attention over pages in float64, query by query, of the visible keys alone; arguments of `paged_attention`."""
+    B, D, heads, width = q.shape
+    group = heads // kv.shape[2]
+    out = np.zeros(q.shape)
+    for b in range(B):
+        for j in range(D):
+            here = int(positions[b, j])
+            first = 0 if window is None else max(0, here - window + 1)
+            keys = range(first, min(here + 1, int(lengths[b])))
+            slots = [int(page_table[b, p // page_size]) * page_size + p % page_size for p in keys]
+            for h in range(heads if slots else 0):
+                rows = kv[slots, :, h // group].astype(np.float64)
+                scores = rows[:, 0] @ q[b, j, h].astype(np.float64) * (width**-0.5 if scale is None else scale)
+                weights = np.exp(scores - scores.max())
+                out[b, j, h] = weights @ rows[:, 1] / weights.sum()
+    return out
+
+
+def lookup(sequence, count, longest, shortest):
+    """What prompt lookup proposes: text search for the sequence's ending, the longest first, then the latest place."""
+    text = "".join(chr(0x100 + token) for token in sequence)
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        # The occurrence may overlap the ending but must end before it.
+        place = text.rfind(text[-size:], 0, len(text) - 1)
+        if place >= 0:
+            following = text[place + size :]
+            return [ord(following[i % len(following)]) - 0x100 for i in range(count)]
+    return []

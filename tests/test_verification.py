@@ -26,7 +26,7 @@ def trim(run, count, budget, stops=(STOP,)):
 
 
 def test_ragged_bonus():
-    """Two requests in a batch padded to 8 rows: the first loses both drafts, the second keeps both and gets its bonus."""
+    """Two requests in a batch padded to 4: the first loses both drafts, the second keeps both and gets its bonus."""
     drafts = [[1, 4], [5, 6], [0, 0], [0, 0]]
     targets = np.array([[3, 4, 8], [5, 6, 9], [0, 0, 0], [0, 0, 0]])
     accepted = accept(drafts, [2, 2, 0, 0], targets)

@@ -13,14 +13,25 @@ VOCAB = 61
 CONTEXT = 160
 
 CONFIG = models.Qwen3Config(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, windows=(WINDOW, None), max_position_embeddings=256, tie_word_embeddings=False,
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    windows=(WINDOW, None),
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
 )
 MODULE = models.Qwen3(CONFIG)
 TARGET = jaxspec.from_qwen3(MODULE)
-# The same module as a draft: its sliding layer lives in FULL pages, so that it can follow the target's FULL page table.
+# The same module as a draft: its sliding layer lives in FULL pages, so that it can follow the target's page table.
 DRAFT = jaxspec.from_qwen3(MODULE, swa_pages=False)
 DRAFTERS = ("ngram", "draft_lm", "self")
+
+# XLA options for programs that run a few milliseconds: they compile in a third of the time.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 @functools.cache
@@ -31,21 +42,54 @@ def target_params():
 
 @functools.cache
 def draft_params():
-    """The target's weights with noise: a draft that is right about half of the time."""
+    """The target's weights with noise: a draft that is right in part of the rounds."""
     noise = models.random_params(CONFIG, seed=1)
     return jax.tree.map(lambda x, n: x + 0.25 * n if x.ndim == 2 else x, target_params(), noise)
 
 
 def drafter_and_params(name):
-    """A drafter and the `Params` of a step: "plain", "ngram", "draft_lm" (often wrong) or "self" (the target drafts for itself)."""
-    drafter = {"plain": None, "ngram": jaxspec.NgramDrafter(), "draft_lm": jaxspec.DraftLM(DRAFT), "self": jaxspec.DraftLM(DRAFT)}
-    draft = {"draft_lm": draft_params, "self": target_params}.get(name, tuple)()
-    return drafter[name], jaxspec.Params(target_params(), draft)
+    """A drafter and the weights of a step.
+
+    "plain" has none, "ngram" looks up, "draft_lm" is another model that is often wrong, and with "self" the target
+    drafts for itself.
+    """
+    if name in ("plain", "ngram"):
+        return (jaxspec.NgramDrafter() if name == "ngram" else None), jaxspec.Params(target_params())
+    return jaxspec.DraftLM(DRAFT), jaxspec.Params(
+        target_params(), {"draft_lm": draft_params, "self": target_params}[name]()
+    )
+
+
+def make_step(drafter, *, batch=1, page=4, D=4, new=40, **others):
+    """A step of the tiny target, and its weights."""
+    drafter, params = drafter_and_params(drafter)
+    config = jaxspec.SpecConfig(
+        **{
+            "batch_size": batch,
+            "num_draft_tokens": D,
+            "context_len": CONTEXT,
+            "max_new_tokens": new,
+            "page_size": page,
+            "prefill_chunk": 20,
+            **others,
+        }
+    )
+    return jaxspec.make_spec_step(TARGET, drafter, config, options=FAST_COMPILE), params
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def round_in_phases(spec, params, state):
+    """A round by its four phases, and what they handed on: (state, (plan, drafts, verdict, output))."""
+    state, plan = jaxspec.prepare(spec, state)
+    state, drafts = jaxspec.draft(spec, params, state, plan)
+    state, verdict = jaxspec.verify(spec, params, state, plan, drafts)
+    state, output = jaxspec.commit(spec, state, plan, drafts, verdict)
+    return state, (plan, drafts, verdict, output)
 
 
 @functools.cache
 def prompt(length):
-    """Token ids of a prompt; the second half repeats pieces of the first, which gives n-gram lookup something to find."""
+    """Token ids of a prompt; the second half repeats a piece of the first, so that n-gram lookup finds something."""
     rng = np.random.default_rng(length)
     ids = rng.integers(0, VOCAB, length)
     if length >= 12:
