@@ -48,7 +48,7 @@ def idle_gpu_advice(root: Path = Path("/")) -> str | None:
     Args:
       root: where dev/ and proc/ are looked for.
     """
-    if any(device.platform == "gpu" for device in jax.devices()):
+    if _has_cuda_device():
         return None
     driver = nvidia_driver(root)
     if driver is None:
@@ -62,6 +62,10 @@ def idle_gpu_advice(root: Path = Path("/")) -> str | None:
     state = f"{plugin} finds no device" if plugin else "jax has no CUDA plugin"
     known = f" (driver {driver})" if driver else ""
     return f"an NVIDIA GPU is visible{known} but {state}: pip install '.[{extra}]'"
+
+
+def _has_cuda_device() -> bool:
+    return any(device.platform == "gpu" for device in jax.devices())
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:

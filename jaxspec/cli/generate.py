@@ -68,7 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "prompt",
         [],
         "Text to complete. White space at its end is left out, since the model has seen a line break or indent only "
-        "together with what follows.",
+        "together with what follows",
     )
     define(
         "string",
@@ -134,7 +134,7 @@ def run(values: flags.FlagValues) -> int:
     screen = Screen(out=sys.stderr if output.to_stdout else None)
     if advice := environment.idle_gpu_advice():
         screen.say(advice)
-    with screen.task("loading models"):
+    with screen.task("models", "loading"):
         target = load_model(values.model, values.dtype)
         requests = prompts.encode(requests, target)
         drafter, draft_params = _drafter(values, screen)
@@ -155,7 +155,7 @@ def run(values: flags.FlagValues) -> int:
     if values.check_exact:
         config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None)
         plain, _ = _decode(
-            dataclasses.replace(job, name="plain decoding, to compare", drafter=None, config=config), requests, screen
+            dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config), requests, screen
         )
     outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None)
     screen.write(report.to_text(outcome))
@@ -219,7 +219,7 @@ def _decode(
     config, size = job.config, job.config.batch_size
     meter = _Meter(screen, len(requests), config.max_new_tokens, _ROUNDS if job.loop == "chunked" else 1)
     results, start = [], time.perf_counter()
-    with screen.task(f"{job.name}: compiling, then {len(requests)} requests, {size} at a time"):
+    with screen.task(f"{job.name}, {len(requests)} requests", "compiling"):
         for first in range(0, len(requests), size):
             batch = [request.token_ids for request in requests[first : first + size]]
             result = run_generation(

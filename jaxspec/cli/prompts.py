@@ -97,11 +97,11 @@ def encode(prompts: Sequence[Prompt], target: Checkpoint) -> list[Prompt]:
         ids = prompt.token_ids
         if ids is None:
             try:
-                ids = target.encode(prompt.text.rstrip())
+                prompt.text.encode()
             except UnicodeEncodeError as error:
-                raise InputError(
-                    f"{prompt.place} holds {error.object[error.start]!r}, half a character: write it as UTF-8"
-                ) from None
+                half = error.object[error.start]
+                raise InputError(f"{prompt.place} holds {half!r}, half a character: write it as UTF-8") from None
+            ids = target.encode(prompt.text.rstrip())
         if not ids:
             raise InputError(f"{prompt.place} is empty, white space at the end aside: give at least one token")
         limit, size = target.config.max_position_embeddings, target.config.vocab_size

@@ -16,8 +16,8 @@ class Screen:
     """Writes results to `out` and what is going on to `err`.
 
     On a terminal `err` ends in a line that tells the task, how far it is and how long it has taken; it is taken away
-    before anything else is written and put back after. Elsewhere a task is one line when it starts. `out` receives whole
-    lines only, so that the two never mix within a line.
+    before anything else is written and put back after. Elsewhere a task is one line when it starts. `out` receives
+    whole lines only, so that the two never mix within a line.
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None):
@@ -46,13 +46,13 @@ class Screen:
             self._draw()
 
     @contextlib.contextmanager
-    def task(self, name: str) -> Iterator[None]:
-        """Shows `name` while the block runs."""
+    def task(self, name: str, first: str) -> Iterator[None]:
+        """Shows `name` while the block runs, and that it is busy with `first` until there is progress to show."""
         if not self._live:
-            self.say(f"{name} ...")
+            self.say(f"{name}: {first} ...")
             yield
             return
-        self._task, self._start, self._fraction, self._note = name, time.monotonic(), None, ""
+        self._task, self._start, self._fraction, self._note = name, time.monotonic(), None, first
         over = threading.Event()
         # A thread of its own, because the block may sit in a compilation for many seconds.
         ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)

@@ -13,8 +13,8 @@ Decode = Callable[[Sequence[int]], str]
 class TextStream:
     """Text of a growing list of token ids.
 
-    A token may end within a character, and the bytes so far then decode to U+FFFD; such an ending is held back until the
-    next ids complete it or `end` says that none will come.
+    A token may end within a character, and the bytes so far then decode to U+FFFD; such an ending is held back until
+    the next ids complete it or `end` says that none will come.
 
     Args:
       decode: text of a list of ids.
@@ -47,8 +47,8 @@ class TextStream:
 class Completions:
     """Prints completions in the order of their prompts.
 
-    The first unfinished request is printed line by line while its tokens arrive. What arrives for later ones waits until
-    those before have ended, so that the output of a batch reads as if requests ran one after another.
+    The first unfinished request is printed line by line while its tokens arrive. What arrives for later ones waits
+    until those before have ended, so that the output of a batch reads as if requests ran one after another.
 
     Args:
       screen: where to.
