@@ -94,7 +94,7 @@ def allocate(pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, m
     """
     owned = pages.num_pages[req_rows]
     lacking = jnp.where(req_rows > 0, jnp.maximum((lengths + page_size - 1) // page_size - owned, 0), 0)
-    total = lacking.sum()
+    total = lacking.sum(dtype=jnp.int32)  # with x64 on, sums of int32 are int64 unless told
     ok = (total <= pages.free_count[VIRTUAL]) & (lacking <= max_new).all()
     if swa:
         ok &= total <= pages.free_count[SWA]
@@ -102,14 +102,14 @@ def allocate(pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, m
 
     lane = jnp.arange(max_new, dtype=jnp.int32)
     wanted = lane < taken[:, None]  # [B, max_new]
-    nth = (jnp.cumsum(taken) - taken)[:, None] + lane  # rank of the page among all that are handed out
+    nth = (jnp.cumsum(taken, dtype=jnp.int32) - taken)[:, None] + lane  # rank of the page among all that are handed out
 
     def pop(kind):
         return pages.free[kind, jnp.where(wanted, pages.free_count[kind] - nth, 0)]
 
     virtual, full = pop(VIRTUAL), pop(FULL)
     bound = jnp.stack([full, pop(SWA) if swa else jnp.where(wanted, UNBOUND, 0)], -1)
-    used = taken.sum() * jnp.array([1, 1, int(swa)], jnp.int32)
+    used = taken.sum(dtype=jnp.int32) * jnp.array([1, 1, int(swa)], jnp.int32)
     return pages.replace(
         page_table=pages.page_table.at[
             jnp.where(wanted, req_rows[:, None], 0), jnp.where(wanted, owned[:, None] + lane, 0)
@@ -120,12 +120,15 @@ def allocate(pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, m
     ), ok
 
 
-def _push(free: Array, count: Array, kind: int, ids: Array, live: Array) -> tuple[Array, Array]:
-    """Puts the live ids on a stack; dead lanes write 0 into cell 0."""
-    ids, live = ids.reshape(-1), live.reshape(-1)
-    rank = jnp.cumsum(live, dtype=jnp.int32)
-    cell = jnp.where(live, count[kind] + rank, 0)
-    return free.at[kind, cell].set(jnp.where(live, ids, 0)), count.at[kind].add(rank[-1])
+def _push(pages: Pages, kinds: tuple[int, ...], ids: tuple[Array, ...], live: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Puts the live ids on the stacks of their kinds, in one scatter; dead lanes write 0 into cell 0. Returns stacks and counts."""
+    ids = jnp.stack([each.reshape(-1) for each in ids])
+    live = jnp.stack([each.reshape(-1) for each in live])
+    rank = jnp.cumsum(live, axis=1, dtype=jnp.int32)
+    cell = jnp.where(live, jnp.stack([pages.free_count[kind] for kind in kinds])[:, None] + rank, 0)
+    free = pages.free.at[jnp.array(kinds)[:, None], cell].set(jnp.where(live, ids, 0))
+    added = [rank[kinds.index(kind), -1] if kind in kinds else jnp.int32(0) for kind in (VIRTUAL, FULL, SWA)]
+    return free, pages.free_count + jnp.stack(added)
 
 
 def retire(pages: Pages, req_rows: Array, first_key: Array, *, page_size: int, max_retired: int) -> Pages:
@@ -147,7 +150,7 @@ def retire(pages: Pages, req_rows: Array, first_key: Array, *, page_size: int, m
     column = start[:, None] + jnp.arange(max_retired, dtype=jnp.int32)
     due = column < stop[:, None]
     virtual = jnp.where(due, pages.page_table[req_rows[:, None], jnp.where(due, column, 0)], 0)
-    free, count = _push(pages.free, pages.free_count, SWA, pages.v2p[virtual, 1], due)
+    free, count = _push(pages, (SWA,), (pages.v2p[virtual, 1],), (due,))
     return pages.replace(
         v2p=pages.v2p.at[virtual, 1].set(jnp.where(due, UNBOUND, 0)),
         free=free,
@@ -171,10 +174,11 @@ def release(pages: Pages, ended: Array, *, swa: bool) -> Pages:
     owned = ended[:, None] & (column < pages.num_pages[:, None])  # [R, P]
     virtual = jnp.where(owned, pages.page_table, 0)
     physical = pages.v2p[virtual]
-    free, count = _push(pages.free, pages.free_count, VIRTUAL, virtual, owned)
-    free, count = _push(free, count, FULL, physical[..., 0], owned)
+    full, windowed = physical[..., 0], physical[..., 1]
     if swa:
-        free, count = _push(free, count, SWA, physical[..., 1], owned & (physical[..., 1] > 0))
+        free, count = _push(pages, (VIRTUAL, FULL, SWA), (virtual, full, windowed), (owned, owned, owned & (windowed > 0)))
+    else:
+        free, count = _push(pages, (VIRTUAL, FULL), (virtual, full), (owned, owned))
     return Pages(
         page_table=jnp.where(ended[:, None], 0, pages.page_table),
         v2p=pages.v2p.at[virtual].set(jnp.where(owned[..., None], UNBOUND, 0)),
