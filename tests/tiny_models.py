@@ -31,7 +31,9 @@ DRAFT = jaxspec.from_qwen3(MODULE, swa_pages=False)
 DRAFTERS = ("ngram", "draft_lm", "self")
 
 # XLA options for programs that run a few milliseconds: they compile in a third of the time.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later versions have no such option
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 @functools.cache
