@@ -1,0 +1,102 @@
+"""On an NVIDIA GPU: the same texts with compiled kernels, no host read in a generation, buffers that stay in place."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import TARGET, drafter_and_params, prompt
+
+import jaxspec
+from jaxspec.generation.loops import run_to_end
+from jaxspec.generation.results import read_requests
+from jaxspec.steps.step import jit_with_state
+
+pytestmark = pytest.mark.gpu
+NEW = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("no NVIDIA GPU")
+
+
+def make(drafter, *, batch=3, page=16, D=4, backend=None):
+    """A step with the options that users get."""
+    drafter, params = drafter_and_params(drafter)
+    config = jaxspec.SpecConfig(
+        batch_size=batch,
+        num_draft_tokens=D,
+        context_len=160,
+        max_new_tokens=NEW,
+        page_size=page,
+        prefill_chunk=20,
+        kernel_backend=backend,
+    )
+    return jaxspec.make_spec_step(TARGET, drafter, config), params
+
+
+def initial(spec, prompts):
+    return jaxspec.init_state(spec.target, spec.drafter, spec.config, prompts)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch", "page", "D"), [("ngram", 8, 16, 8), ("draft_lm", 3, 4, 4), ("self", 1, 64, 2)]
+)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_equals_decoding_without_a_cache(greedy, drafter, batch, page, D, backend):
+    spec, params = make(drafter, batch=batch, page=page, D=D, backend=backend)
+    prompts = [prompt(n) for n in (9, 154, 16, 1, 64, 65, 8, 159)[:batch]]
+    state, status = jit_with_state(run_to_end, spec.options)(spec, params, initial(spec, prompts))
+    assert status == 0
+    results = read_requests(state, prompts)
+    assert [r.token_ids for r in results] == [greedy(ids, NEW) for ids in prompts]
+    if drafter == "self":
+        assert all(n == D for r in results for n in r.accept_lengths[:-1])
+    print(json.dumps({"drafter": drafter, "backend": backend, "rounds": [r.verify_count for r in results]}))
+
+
+def test_no_host_read_in_a_generation(greedy):
+    """Nothing crosses between host and device from the dispatch to its end."""
+    spec, params = make("draft_lm")
+    prompts = [prompt(9), prompt(16), prompt(21)]
+    params = jax.device_put(params)
+    loop = jit_with_state(run_to_end, spec.options)
+    jax.block_until_ready(loop(spec, params, initial(spec, prompts)))
+    state = jax.block_until_ready(initial(spec, prompts))
+    with jax.transfer_guard("disallow"):
+        state, status = loop(spec, params, state)
+        jax.block_until_ready((state, status))
+    assert [r.token_ids for r in read_requests(state, prompts)] == [greedy(ids, NEW) for ids in prompts]
+
+
+@pytest.mark.parametrize("read", [np.asarray, bool, int], ids=["asarray", "bool", "int"])
+def test_the_guard_sees_an_implicit_read(read):
+    """The test above can fail: a Python loop that looks at a result is stopped."""
+    spec, params = make("ngram")
+    state, _ = spec.prefill(params, initial(spec, [prompt(9)]))
+    state, _ = spec(params, state)
+
+    def watch(state):
+        for _ in range(3):
+            state, output = spec(params, state)
+            read(output.unfinished)
+
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
+        watch(state)
+
+
+def test_buffers_stay_where_they_are():
+    """Donated K/V buffers are updated in place: three steps leave them at the same addresses."""
+    spec, params = make("draft_lm")
+    state, _ = spec.prefill(params, initial(spec, [prompt(9), prompt(21)]))
+
+    def addresses(state):
+        return [b.unsafe_buffer_pointer() for b in (*state.cache.buffers, *state.draft.cache.buffers)]
+
+    before = addresses(state)
+    assert len(set(before)) == len(before)
+    for _ in range(3):
+        state, _ = spec(params, state)
+        assert addresses(state) == before
