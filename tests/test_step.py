@@ -61,6 +61,7 @@ def test_context_limit(self_step, greedy, length):
     _, results = generate(*self_step, [prompt(length)])
     assert results[0].token_ids == greedy(prompt(length), NEW)
     assert len(results[0].token_ids) == CONTEXT - length
+    assert sum(results[0].accept_lengths) == CONTEXT - length - 1
     assert results[0].finish_reason == "context"
 
 
