@@ -4,8 +4,8 @@
     result = jaxspec.generate(target.model, jaxspec.Params(target.params), [target.encode("def main():")],
                               drafter=jaxspec.NgramDrafter())
 
-A step of one's own: `make_spec_step`, `init_state`, then `step.prefill(params, state)` and `step(params, state)` as often as
-needed; between its phases: `prepare`, `draft`, `verify`, `commit`.
+A step of one's own: `make_spec_step`, `init_state`, then `step.prefill(params, state)` and `step(params, state)` as
+often as needed; between its phases: `prepare`, `draft`, `verify`, `commit`.
 
 Axis letters, the same everywhere:
 
@@ -15,9 +15,10 @@ Axis letters, the same everywhere:
     V  vocabulary                    H  hidden width
     S  keys gathered for attention   NV virtual pages
 
-Words: the *anchor* is the newest token, which has no K/V yet; L, the *committed length*, counts tokens that have. A *slot* is the place
-of one token in a buffer, a *page* is `page_size` slots, a *virtual* page names a piece of a request whatever the pools do, `v2p` maps it
-to the physical page of each kind. Index 0 is the *sink* in every space: nobody owns it, nothing depends on what it holds.
+Words: the *anchor* is the newest token, which has no K/V yet; L, the *committed length*, counts tokens that have. A
+*slot* is the place of one token in a buffer, a *page* is `page_size` slots, a *virtual* page names a piece of a request
+whatever the pools do, `v2p` maps it to the physical page of each kind. Index 0 is the *sink* in every space: nobody
+owns it, nothing depends on what it holds.
 """
 
 from jaxspec.attention import attend, paged_attention

@@ -43,7 +43,8 @@ class SpecConfig:
             raise InputError(f"page_size={self.page_size}: must be a power of two")
         if self.num_draft_tokens > self.context_len:
             raise InputError(
-                f"num_draft_tokens={self.num_draft_tokens} is more than context_len={self.context_len}: draft fewer tokens"
+                f"num_draft_tokens={self.num_draft_tokens} is more than context_len={self.context_len}: "
+                "draft fewer tokens"
             )
 
     @property
@@ -69,5 +70,7 @@ class SpecConfig:
         """SWA pages of the pool, the sink included; 1 when no layer is stored there."""
         if window is None:
             return 1
-        wanted = 1 + self.batch_size * self.swa_pages_per_row(window) if self.num_swa_pages is None else self.num_swa_pages
+        wanted = (
+            1 + self.batch_size * self.swa_pages_per_row(window) if self.num_swa_pages is None else self.num_swa_pages
+        )
         return min(wanted, self.full_pages())

@@ -1,7 +1,7 @@
 """Paged attention in jnp: gather the pages, mask, attend.
 
-Cells that no query of a request may see can hold anything, NaN included (pages are handed out as they are). A weight of zero does not
-silence them, 0 * NaN is NaN, so K and V of such cells are replaced by zeros before they meet a sum.
+Cells that no query of a request may see can hold anything, NaN included (pages are handed out as they are). A weight of
+zero does not silence them, 0 * NaN is NaN, so K and V of such cells are replaced by zeros before they meet a sum.
 """
 
 import jax
@@ -14,8 +14,15 @@ Array = jax.Array
 
 
 def paged_attention(
-    q: Array, kv: Array, page_table: Array, positions: Array, cache_seqlens: Array, *, page_size: int,
-    window: int | None = None, scale: float | None = None,
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    positions: Array,
+    cache_seqlens: Array,
+    *,
+    page_size: int,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Array:
     """Attention of each request's query rows over its own pages.
 
@@ -29,7 +36,8 @@ def paged_attention(
       positions: int32[B, D], absolute position of each query row, ascending in a row.
       cache_seqlens: int32[B], keys of each request, those of the query rows included.
       page_size: tokens a page.
-      window: None, or how many keys a query sees, itself included. Only the columns that can hold visible keys are read.
+      window: None, or how many keys a query sees, itself included. Only the columns that can hold visible keys are
+        read.
       scale: factor on the scores; head_dim ** -0.5 by default.
 
     Returns:
@@ -37,7 +45,8 @@ def paged_attention(
 
     Example:
       >>> kv = jnp.zeros((8, 2, 1, 4)).at[4:6, 1].set(3.0)      # page 1 of size 4 holds two values
-      >>> out = paged_attention(jnp.ones((1, 1, 2, 4)), kv, jnp.array([[1, 0]]), jnp.array([[1]]), jnp.array([2]), page_size=4)
+      >>> q, table = jnp.ones((1, 1, 2, 4)), jnp.array([[1, 0]])
+      >>> out = paged_attention(q, kv, table, jnp.array([[1]]), jnp.array([2]), page_size=4)
       >>> out[0, 0, 0].tolist()
       [3.0, 3.0, 3.0, 3.0]
     """
@@ -71,14 +80,19 @@ def paged_attention(
         visible &= key_positions[:, None] > positions[:, :, None] - window
 
     grouped = q.reshape(B, D, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bdhgx,bshx->bhgds", grouped, keys.astype(q.dtype), precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bdhgx,bshx->bhgds", grouped, keys.astype(q.dtype), precision=precision, preferred_element_type=jnp.float32
+    )
     scores = jnp.where(visible[:, None, None], scores * (head_dim**-0.5 if scale is None else scale), -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1, total)
     out = jnp.einsum(
-        "bhgds,bshx->bdhgx", weights.astype(q.dtype), values.astype(q.dtype), precision=precision,
+        "bhgds,bshx->bdhgx",
+        weights.astype(q.dtype),
+        values.astype(q.dtype),
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
     return out.reshape(B, D, heads, head_dim).astype(q.dtype)
@@ -95,8 +109,8 @@ def attend(cache: KVCache, layer: int, q: Array, k: Array, v: Array, metadata) -
       metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward.
 
     Returns:
-      [B, D, heads, head_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose slot is the
-      sink (padding, past the context limit) leave every owned slot as it was.
+      [B, D, heads, head_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose
+      slot is the sink (padding, past the context limit) leave every owned slot as it was.
     """
     spec = cache.layers[layer]
     in_swa = spec.storage == "swa"
@@ -106,7 +120,13 @@ def attend(cache: KVCache, layer: int, q: Array, k: Array, v: Array, metadata) -
     rows = jnp.stack([k, v], axis=2).astype(buffer.dtype)  # [B, D, 2, num_kv_heads, head_dim]
     buffer = buffer.at[slots].set(rows, mode="promise_in_bounds")
     out = paged_attention(
-        q, buffer, table, metadata.window.positions, metadata.cache_seqlens, page_size=cache.page_size, window=spec.window
+        q,
+        buffer,
+        table,
+        metadata.window.positions,
+        metadata.cache_seqlens,
+        page_size=cache.page_size,
+        window=spec.window,
     )
     buffers = (*cache.buffers[:layer], buffer, *cache.buffers[layer + 1 :])
     return out, cache.replace(buffers=buffers)

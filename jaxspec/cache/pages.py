@@ -1,14 +1,18 @@
 """Page allocation on the device: fixed shapes, no host read, usable inside a jitted loop.
 
-A request row owns *virtual* pages, one for each `page_size` tokens, listed in `page_table`. `v2p` maps a virtual page to the physical
-page of each storage kind: column 0 FULL, column 1 SWA. The same virtual page names both, and the two bindings live and die apart: an
-SWA page is *retired* once every window has moved past it, while the FULL page stays until the request ends.
+A request row owns *virtual* pages, one for each `page_size` tokens, listed in `page_table`. `v2p` maps a virtual page
+to the physical
+page of each storage kind: column 0 FULL, column 1 SWA. The same virtual page names both, and the two bindings live and
+die apart: an SWA page is *retired* once every window has moved past it, while the FULL page stays until the request
+  ends.
 
-Free pages are kept on three stacks (virtual ids, FULL pages, SWA pages), rows of one array. Every index follows the library's rule that
-0 is the sink: row 0 of the page table, page 0 of every kind, cell 0 of every stack. A lane with nothing to do writes 0 there, so all
-scatters have in-range indices and need no drop mode.
+Free pages are kept on three stacks (virtual ids, FULL pages, SWA pages), rows of one array. Every index follows the
+library's rule that
+0 is the sink: row 0 of the page table, page 0 of every kind, cell 0 of every stack. A lane with nothing to do writes 0
+there, so all scatters have in-range indices and need no drop mode.
 
-Worked row, page_size 4, a request of 6 tokens that grows to 9: it owns virtual pages [5, 3] and needs 3, so one page, say 8, is popped
+Worked row, page_size 4, a request of 6 tokens that grows to 9: it owns virtual pages [5, 3] and needs 3, so one page,
+say 8, is popped
 from each stack: page_table row [5, 3, 8, 0, ...], v2p[8] = (FULL page, SWA page).
 """
 
@@ -29,7 +33,8 @@ class Pages:
     Attributes:
       page_table: int32[R, P], virtual page of each `page_size` tokens of a row; 0 where none is owned.
       v2p: int32[NV, 2], physical FULL and SWA page of a virtual page; -1 unbound; row 0 is (0, 0).
-      free: int32[3, NV], stacks of free virtual, FULL and SWA pages; live entries are at 1 .. count, cell 0 is the sink.
+      free: int32[3, NV], stacks of free virtual, FULL and SWA pages; live entries are at 1 .. count, cell 0 is the
+        sink.
       free_count: int32[3], how many entries of each stack are live.
       num_pages: int32[R], pages a row owns.
       swa_start: int32[R], first page of a row that is still bound in SWA; pages before it are retired.
@@ -72,7 +77,9 @@ def init_pages(*, rows: int, pages_per_row: int, num_pages: int, num_swa_pages: 
     )
 
 
-def allocate(pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, max_new: int, swa: bool) -> tuple[Pages, Array]:
+def allocate(
+    pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, max_new: int, swa: bool
+) -> tuple[Pages, Array]:
     """Gives each row the pages it lacks to hold `lengths` tokens; all rows or none.
 
     Args:
@@ -121,7 +128,8 @@ def allocate(pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, m
 
 
 def _push(pages: Pages, kinds: tuple[int, ...], ids: tuple[Array, ...], live: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Puts the live ids on the stacks of their kinds, in one scatter; dead lanes write 0 into cell 0. Returns stacks and counts."""
+    """Puts the live ids on the stacks of their kinds, in one scatter; dead lanes write 0 into cell 0. Returns stacks
+    and counts."""
     ids = jnp.stack([each.reshape(-1) for each in ids])
     live = jnp.stack([each.reshape(-1) for each in live])
     rank = jnp.cumsum(live, axis=1, dtype=jnp.int32)
@@ -176,7 +184,9 @@ def release(pages: Pages, ended: Array, *, swa: bool) -> Pages:
     physical = pages.v2p[virtual]
     full, windowed = physical[..., 0], physical[..., 1]
     if swa:
-        free, count = _push(pages, (VIRTUAL, FULL, SWA), (virtual, full, windowed), (owned, owned, owned & (windowed > 0)))
+        free, count = _push(
+            pages, (VIRTUAL, FULL, SWA), (virtual, full, windowed), (owned, owned, owned & (windowed > 0))
+        )
     else:
         free, count = _push(pages, (VIRTUAL, FULL), (virtual, full), (owned, owned))
     return Pages(

@@ -16,7 +16,8 @@ class DraftContext:
     """What a drafter may look at when it proposes.
 
     Attributes:
-      tokens: int32[R, T], prompt and emitted tokens of each request row; row 0 is the sink. Cells past the anchor are stale.
+      tokens: int32[R, T], prompt and emitted tokens of each request row; row 0 is the sink. Cells past the anchor are
+        stale.
       req_rows: int32[B], row of each lane; 0 for padding.
       seq_lens: int32[B], committed length L; the anchor is the token at position L. 0 for padding.
       anchor: int32[B], the newest token.

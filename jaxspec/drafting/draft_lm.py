@@ -1,11 +1,12 @@
 """A small language model as drafter.
 
-One rule ties tokens to cache rows, in prefill, extend and decode alike: row p of the draft's cache holds token p of the sequence, as
-in the target. Committed length L means that the target's rows 0 .. L - 1 are valid and the anchor is token L.
+One rule ties tokens to cache rows, in prefill, extend and decode alike: row p of the draft's cache holds token p of the
+sequence, as in the target. Committed length L means that the target's rows 0 .. L - 1 are valid and the anchor is token
+L.
 
-When a round accepts all its drafts, the last of them was proposed but never fed to the draft model, so row L - 1 is missing. Each
-round therefore starts with a two-row extend over tokens L - 1 and L: it writes the missing row (or the same row again) and yields the
-first proposal. Further proposals take one row each.
+When a round accepts all its drafts, the last of them was proposed but never fed to the draft model, so row L - 1 is
+missing. Each round therefore starts with a two-row extend over tokens L - 1 and L: it writes the missing row (or the
+same row again) and yields the first proposal. Further proposals take one row each.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ class DraftLMState:
 class DraftLM:
     """Proposes greedily with a small model that shares the target's vocabulary.
 
-    The draft's buffers are addressed by the target's FULL page table, so it needs no allocator; its layers must be stored in "full"
-    pages (windows still clip what they see).
+    The draft's buffers are addressed by the target's FULL page table, so it needs no allocator; its layers must be
+    stored in "full" pages (windows still clip what they see).
 
     Attributes:
       model: the draft model.
@@ -50,14 +51,23 @@ class DraftLM:
 
     def __post_init__(self):
         if any(spec.storage != "full" for spec in self.model.layers):
-            raise ValueError("draft layers must be stored in 'full' pages: build the draft with from_qwen3(module, swa_pages=False)")
+            raise ValueError(
+                "draft layers must be stored in 'full' pages: build the draft with from_qwen3(module, swa_pages=False)"
+            )
 
     def init(self, config: SpecConfig) -> DraftLMState:
         cache = init_cache(
-            self.model.layers, page_size=config.page_size, num_pages=config.full_pages(), num_swa_pages=1, dtype=self.model.dtype
+            self.model.layers,
+            page_size=config.page_size,
+            num_pages=config.full_pages(),
+            num_swa_pages=1,
+            dtype=self.model.dtype,
         )
         layout = verify_layout(
-            batch_size=config.batch_size, num_rows=config.num_draft_tokens, pages_per_row=config.pages_per_row, swa=False
+            batch_size=config.batch_size,
+            num_rows=config.num_draft_tokens,
+            pages_per_row=config.pages_per_row,
+            swa=False,
         )
         return DraftLMState(cache=cache, packed=PackedMetadata.zeros(layout))
 
@@ -69,8 +79,14 @@ class DraftLM:
         B = context.req_rows.shape[0]
         start = jnp.maximum(context.seq_lens - 1, 0)
         window, packed = draft_window(
-            start, context.req_rows, context.page_rows, context.v2p, state.packed, page_size=state.cache.page_size,
-            limit=context.tokens.shape[1], backend=self.kernel_backend,
+            start,
+            context.req_rows,
+            context.page_rows,
+            context.v2p,
+            state.packed,
+            page_size=state.cache.page_size,
+            limit=context.tokens.shape[1],
+            backend=self.kernel_backend,
         )
         previous = context.tokens[context.req_rows, start]
         ids = jnp.stack([previous, context.anchor], axis=1)
@@ -88,7 +104,9 @@ class DraftLM:
 
         (_, cache), rest = jax.lax.scan(chain, (first, cache), jnp.arange(2, num_drafts + 1, dtype=jnp.int32))
         tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
-        return DraftLMState(cache=cache, packed=packed), Drafts(tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32))
+        return DraftLMState(cache=cache, packed=packed), Drafts(
+            tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32)
+        )
 
 
 def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata:

@@ -12,9 +12,9 @@ from jaxspec.errors import InputError
 class NgramDrafter:
     """Proposes the continuation of the longest, then latest, earlier occurrence of the sequence's own ending.
 
-    Runs on the device as a few comparisons over the token history; it has no weights and no state. A request whose ending occurs
-    nowhere else proposes nothing. A match closer than D - 1 tokens to the end repeats with its own period: after `a b a b` it
-    proposes `a b a b ...`.
+    Runs on the device as a few comparisons over the token history; it has no weights and no state. A request whose
+    ending occurs nowhere else proposes nothing. A match closer than D - 1 tokens to the end repeats with its own
+    period: after `a b a b` it proposes `a b a b ...`.
 
     Attributes:
       max_ngram: longest ending that is looked up, in tokens.
@@ -28,7 +28,9 @@ class NgramDrafter:
 
     def __post_init__(self):
         if not 1 <= self.min_ngram <= self.max_ngram:
-            raise InputError(f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram")
+            raise InputError(
+                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram"
+            )
 
     def init(self, config):
         return ()

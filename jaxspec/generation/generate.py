@@ -17,22 +17,42 @@ LOOPS = ("device", "chunked", "python")
 
 
 def default_config(
-    target: Model, prompts: Sequence[Sequence[int]], *, num_draft_tokens: int, max_new_tokens: int, page_size: int = 64, **others
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    max_new_tokens: int,
+    page_size: int = 64,
+    **others,
 ) -> SpecConfig:
-    """A configuration that fits the prompts: context and prefill chunk rounded up, so that similar calls share a program."""
+    """A configuration that fits the prompts: context and prefill chunk rounded up, so that similar calls share a
+    program."""
     longest = max((len(prompt) for prompt in prompts), default=1)
     step = max(page_size, 256)
     wanted = -(-(longest + max_new_tokens) // step) * step
     return SpecConfig(
-        batch_size=max(len(prompts), 1), num_draft_tokens=num_draft_tokens, context_len=min(wanted, target.context_len),
-        max_new_tokens=max_new_tokens, page_size=page_size, **others,
+        batch_size=max(len(prompts), 1),
+        num_draft_tokens=num_draft_tokens,
+        context_len=min(wanted, target.context_len),
+        max_new_tokens=max_new_tokens,
+        page_size=page_size,
+        **others,
     )
 
 
 def generate(
-    target: Model, params: Params, prompts: Sequence[Sequence[int]], *, drafter: Drafter | None = None, num_draft_tokens: int = 8,
-    max_new_tokens: int | Sequence[int] = 128, stop_ids: Sequence[int] = (), loop: str = "device", config: SpecConfig | None = None,
-    rounds_per_dispatch: int = 8, on_tokens: OnTokens | None = None,
+    target: Model,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | None = None,
+    num_draft_tokens: int = 8,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop_ids: Sequence[int] = (),
+    loop: str = "device",
+    config: SpecConfig | None = None,
+    rounds_per_dispatch: int = 8,
+    on_tokens: OnTokens | None = None,
 ) -> Generation:
     """Completes prompts greedily by speculative decoding; the ids are those of plain decoding.
 
@@ -40,19 +60,22 @@ def generate(
       target: the model that decides, see `jaxspec.Model`.
       params: weights of target and drafter.
       prompts: token ids of each request.
-      drafter: `NgramDrafter`, `DraftLM` or your own. None is plain decoding: one row a round, whatever `num_draft_tokens` says.
+      drafter: `NgramDrafter`, `DraftLM` or your own. None is plain decoding: one row a round, whatever
+        `num_draft_tokens` says.
       num_draft_tokens: D, rows verified per request and round: the newest token and D - 1 drafts.
       max_new_tokens: tokens to emit at most, one number or one a prompt.
       stop_ids: ids that end a request; the id itself is emitted.
-      loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch, results read
-        one dispatch late) or "python" (one round a dispatch).
-      config: shapes, instead of a configuration that fits the prompts; it then decides D, and `max_new_tokens` may not exceed its.
+      loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch,
+        results read one dispatch late) or "python" (one round a dispatch).
+      config: shapes, instead of a configuration that fits the prompts; it then decides D, and `max_new_tokens` may not
+        exceed its.
       rounds_per_dispatch: K of the chunked loop.
-      on_tokens: called as `on_tokens(prompt_index, new_token_ids, finished)` while tokens arrive; needs the chunked or python loop.
+      on_tokens: called as `on_tokens(prompt_index, new_token_ids, finished)` while tokens arrive; needs the chunked or
+        python loop.
 
     Returns:
-      A `Generation`: token ids, verify counts, accept lengths and timing. If pages run out, the requests that were still running
-      have finish_reason "out_of_pages" and hold what was emitted until then.
+      A `Generation`: token ids, verify counts, accept lengths and timing. If pages run out, the requests that were
+      still running have finish_reason "out_of_pages" and hold what was emitted until then.
 
     Raises:
       InputError: bad prompts, limits or configuration; nothing has run then.
@@ -105,6 +128,8 @@ def generate(
                         on_tokens(index, report[index, 3 : 3 + count].tolist(), reason != 0)
     seconds = time.perf_counter() - start
     return Generation(
-        requests=read_requests(driver.state, prompts), num_draft_tokens=config.num_draft_tokens, seconds=seconds,
+        requests=read_requests(driver.state, prompts),
+        num_draft_tokens=config.num_draft_tokens,
+        seconds=seconds,
         dispatches=driver.dispatches,
     )

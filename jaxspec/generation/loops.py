@@ -23,7 +23,9 @@ Array = jax.Array
 OnTokens = Callable[[int, list[int], bool], None]
 
 
-def _rounds(spec: SpecStep, params: Params, state: SpecState, status: Array, limit: int | None = None) -> tuple[SpecState, Array]:
+def _rounds(
+    spec: SpecStep, params: Params, state: SpecState, status: Array, limit: int | None = None
+) -> tuple[SpecState, Array]:
     """Rounds until all requests are done, pages run out, or `limit` rounds have run."""
 
     def unfinished(carry):
@@ -41,13 +43,15 @@ def _rounds(spec: SpecStep, params: Params, state: SpecState, status: Array, lim
 
 
 def run_to_end(spec: SpecStep, params: Params, state: SpecState) -> tuple[SpecState, Array]:
-    """A whole generation as one function: prefill, then rounds until nothing is left to do. Returns state and status."""
+    """A whole generation as one function: prefill, then rounds until nothing is left to do. Returns state and
+    status."""
     state, status = prefill(spec, params, state)
     return _rounds(spec, params, state, status)
 
 
 def _report(before: Array, state: SpecState, status: Array, width: int) -> Array:
-    """int32[B, 3 + width]: new tokens' count, finish reason, status of the dispatch, then the tokens emitted since `before`."""
+    """int32[B, 3 + width]: new tokens' count, finish reason, status of the dispatch, then the tokens emitted since
+    `before`."""
     requests = requests_of(state)
     column = jnp.arange(width, dtype=jnp.int32)
     count = requests.num_output - before
@@ -71,7 +75,9 @@ def rounds_reported(rounds: int):
     def some_rounds(spec: SpecStep, params: Params, state: SpecState) -> tuple[SpecState, Array]:
         before = requests_of(state).num_output
         state, status = _rounds(spec, params, state, jnp.int32(OK), limit=rounds)
-        return state, _report(before, state, status, min(rounds * spec.config.num_draft_tokens, spec.config.context_len))
+        return state, _report(
+            before, state, status, min(rounds * spec.config.num_draft_tokens, spec.config.context_len)
+        )
 
     return some_rounds
 
@@ -95,7 +101,8 @@ class Driver:
 
 
 def reports(driver: Driver, rounds: int, lag: int) -> Iterator[np.ndarray]:
-    """Reports of prefill and of every dispatch of `rounds` rounds, each read `lag` dispatches late, until all is done."""
+    """Reports of prefill and of every dispatch of `rounds` rounds, each read `lag` dispatches late, until all is
+    done."""
     waiting = [driver(prefill_reported)]
     while True:
         waiting[-1].copy_to_host_async()
@@ -110,5 +117,6 @@ def reports(driver: Driver, rounds: int, lag: int) -> Iterator[np.ndarray]:
 
 
 def _done(report: np.ndarray) -> bool:
-    """Whether every request has finished or pages ran out; an empty lane reports reason 0 and no tokens, like a running one."""
+    """Whether every request has finished or pages ran out; an empty lane reports reason 0 and no tokens, like a running
+    one."""
     return bool((report[:, 2] != OK).any()) or bool((report[:, 0] == 0).all())

@@ -19,8 +19,8 @@ class RequestResult:
       token_ids: the completion, the stop id included if there was one.
       finish_reason: "stop", "length" (max_new_tokens), "context" (context_len) or "out_of_pages".
       verify_count: rounds the request took part in.
-      accept_lengths: tokens each round emitted, 1 .. D. The first token comes from prefill: sum(accept_lengths) + 1 is the
-        number of tokens.
+      accept_lengths: tokens each round emitted, 1 .. D. The first token comes from prefill: sum(accept_lengths) + 1 is
+        the number of tokens.
       accepted_drafts: drafts each round accepted, 0 .. D - 1, before the run was cut at a stop id or a length limit.
     """
 

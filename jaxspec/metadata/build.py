@@ -1,8 +1,9 @@
 """Builders: lengths, tables and maps in, metadata out. They take arrays, never a pool or an allocator.
 
-A builder reads the mapping tables when the compiled step runs: a page bound, retired or moved between two calls shows in the next one.
-`page_rows` is the page-granular request table (virtual page of each `page_size` tokens, row 0 all zeros for padded lanes), `v2p` the
-interleaved map (column 0 FULL, column 1 SWA, -1 unbound). Both are described at `jaxspec.cache.Pages`; any arrays of that form do.
+A builder reads the mapping tables when the compiled step runs: a page bound, retired or moved between two calls shows
+in the next one. `page_rows` is the page-granular request table (virtual page of each `page_size` tokens, row 0 all
+zeros for padded lanes), `v2p` the interleaved map (column 0 FULL, column 1 SWA, -1 unbound). Both are described at
+`jaxspec.cache.Pages`; any arrays of that form do.
 """
 
 import jax
@@ -32,8 +33,16 @@ def _window(buffers) -> WriteWindow:
 
 
 def verify_metadata(
-    seq_lens: Array, req_rows: Array, page_rows: Array, v2p: Array, anchor: Array, packed: PackedMetadata, *, page_size: int,
-    limit: Array | int, backend: str | None = None,
+    seq_lens: Array,
+    req_rows: Array,
+    page_rows: Array,
+    v2p: Array,
+    anchor: Array,
+    packed: PackedMetadata,
+    *,
+    page_size: int,
+    limit: Array | int,
+    backend: str | None = None,
 ) -> tuple[VerifyMetadata, PackedMetadata]:
     """Metadata of a target verify: D = `packed.layout.D` rows a request, the first at the committed length.
 
@@ -49,8 +58,8 @@ def verify_metadata(
       backend: who runs the two kernels, see `pallas_kernels`.
 
     Returns:
-      The metadata, whose tables and window are views of the second result, and the packed buffer after. Key lengths are those of
-      the buffer, L + D, cut at the limit.
+      The metadata, whose tables and window are views of the second result, and the packed buffer after. Key lengths are
+      those of the buffer, L + D, cut at the limit.
 
     Source: the captured translated verify metadata of SGLang's PR #44973, tails cleared.
     """
@@ -76,7 +85,14 @@ def verify_metadata(
 
 
 def draft_extend_metadata(
-    seq_lens: Array, extend_lens: Array, req_rows: Array, page_rows: Array, v2p: Array, packed: PackedMetadata, *, page_size: int,
+    seq_lens: Array,
+    extend_lens: Array,
+    req_rows: Array,
+    page_rows: Array,
+    v2p: Array,
+    packed: PackedMetadata,
+    *,
+    page_size: int,
     backend: str | None = None,
 ) -> tuple[DraftExtendMetadata, PackedMetadata]:
     """Metadata of a ragged run of new tokens: a chunk of a prompt, or rows that a draft model has still to see.
@@ -87,7 +103,8 @@ def draft_extend_metadata(
       req_rows, page_rows, v2p, packed, page_size, backend: as in `verify_metadata`.
 
     Returns:
-      The metadata, with `logit_rows` naming the last real row of each request (0 where there is none), and the packed buffer.
+      The metadata, with `logit_rows` naming the last real row of each request (0 where there is none), and the packed
+      buffer.
     """
     packed = _run_kernels(
         seq_lens, req_rows, page_rows, v2p, packed, page_size=page_size, anchor=None, limit=None, backend=backend
@@ -116,7 +133,14 @@ def draft_extend_metadata(
 
 
 def draft_window(
-    start: Array, req_rows: Array, page_rows: Array, v2p: Array, packed: PackedMetadata, *, page_size: int, limit: Array | int,
+    start: Array,
+    req_rows: Array,
+    page_rows: Array,
+    v2p: Array,
+    packed: PackedMetadata,
+    *,
+    page_size: int,
+    limit: Array | int,
     backend: str | None = None,
 ) -> tuple[WriteWindow, PackedMetadata]:
     """Write window of all steps of a draft model's chain, computed once a round.
@@ -127,7 +151,15 @@ def draft_window(
       req_rows, page_rows, v2p, page_size, limit, backend: as in `verify_metadata`.
     """
     packed = draft_write_window(
-        start, req_rows, page_rows, packed, page_size=page_size, granularity="page", v2p=v2p, limit=limit, backend=backend
+        start,
+        req_rows,
+        page_rows,
+        packed,
+        page_size=page_size,
+        granularity="page",
+        v2p=v2p,
+        limit=limit,
+        backend=backend,
     )
     return _window(packed.window()), packed
 

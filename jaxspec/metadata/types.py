@@ -1,8 +1,8 @@
 """The metadata of a forward, as pytrees.
 
-B requests, D rows per request in this forward, P pages a row. All integers are int32. A *location* is a token slot: page * page_size +
-offset. Virtual locations name a token of a request whatever the pools do; physical ones index the buffers of their storage kind. 0 is
-the sink in each of the three spaces.
+B requests, D rows per request in this forward, P pages a row. All integers are int32. A *location* is a token slot:
+page * page_size + offset. Virtual locations name a token of a request whatever the pools do; physical ones index the
+buffers of their storage kind. 0 is the sink in each of the three spaces.
 """
 
 import flax.struct
@@ -19,7 +19,8 @@ class WriteWindow:
       virtual_loc: int32[B, D], virtual token location.
       full_loc: int32[B, D], slot in buffers of kind "full"; 0 for rows that must not land anywhere.
       swa_loc: int32[B, D] or None, slot in buffers of kind "swa"; None when the model has no such layer.
-      positions: int32[B, D], absolute position in the sequence, in tokens. Rows past the context limit keep their position.
+      positions: int32[B, D], absolute position in the sequence, in tokens. Rows past the context limit keep their
+        position.
     """
 
     virtual_loc: Array
@@ -35,7 +36,8 @@ class ForwardMetadata:
     Attributes:
       cache_seqlens: int32[B], keys of each request, the rows of this forward included.
       cu_seqlens_k: int32[B + 1], exclusive prefix sums of cache_seqlens.
-      page_table: int32[B, P], physical FULL page of each column; columns past a row's length are unspecified or 0, always in range.
+      page_table: int32[B, P], physical FULL page of each column; columns past a row's length are unspecified or 0,
+        always in range.
       swa_page_table: int32[B, P] or None, the same for SWA pages; retired and unbound columns are 0.
       window: where the rows of this forward go.
       logit_rows: int32[B, K] or None, which of the D rows need logits; None means all of them.

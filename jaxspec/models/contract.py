@@ -8,12 +8,13 @@ Any function with this signature plugs in, whatever framework it comes from:
     tokens     int32[B, D], ids in [0, vocab_size); padded rows hold some id in range
     positions  int32[B, D], absolute positions, ascending in a row
     cache      `KVCache`, written and read through `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
-    metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows whose logits are wanted
-    logits     float32[B, D or K, V]
+    metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows whose
+    logits are wanted logits     float32[B, D or K, V]
     hidden     [B, D, H], the residual stream after the final norm, all rows
     cache      the cache after the writes
 
-It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield anything finite.
+It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield anything
+finite.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class Model:
     """A model as the step sees it: static and hashable, so that two equal models share one compiled step.
 
     Attributes:
-      apply: the function above. Give it value equality (a frozen dataclass with `__call__`) if you build it more than once.
+      apply: the function above. Give it value equality (a frozen dataclass with `__call__`) if you build it more than
+        once.
       layers: what each attention layer keeps for a token.
       vocab_size: V.
       context_len: most tokens a sequence may hold, prompt and completion together.
@@ -72,18 +74,23 @@ def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
 
     Args:
       module: the flax module.
-      swa_pages: keep sliding layers in SWA pages, which are retired behind the window. False keeps them in FULL pages, as a draft does
-        that follows the target's FULL page table.
+      swa_pages: keep sliding layers in SWA pages, which are retired behind the window. False keeps them in FULL pages,
+        as a draft does that follows the target's FULL page table.
     """
     config = module.config
     layers = tuple(
         LayerSpec(
-            config.num_key_value_heads, config.head_dim, window,
+            config.num_key_value_heads,
+            config.head_dim,
+            window,
             storage="swa" if window is not None and swa_pages else "full",
         )
         for window in config.windows
     )
     return Model(
-        apply=FlaxApply(module), layers=layers, vocab_size=config.vocab_size, context_len=config.max_position_embeddings,
+        apply=FlaxApply(module),
+        layers=layers,
+        vocab_size=config.vocab_size,
+        context_len=config.max_position_embeddings,
         dtype=jax.numpy.dtype(module.dtype).name,
     )

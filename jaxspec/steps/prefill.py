@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxspec.cache import allocate
 from jaxspec.metadata import draft_extend_metadata, verify_layout
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages
-from jaxspec.steps.state import RUNNING, WAITING, SpecState, pages_of, requests_of
+from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, pages_of, requests_of
 from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
 
@@ -14,10 +14,11 @@ Array = jax.Array
 
 
 def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
-    """Brings every waiting request into the cache: target and drafter see the prompts, the target's first token is emitted.
+    """Brings every waiting request into the cache: target and drafter see the prompts, the target's first token is
+    emitted.
 
-    The prompts advance together, `prefill_chunk` tokens a forward, in a device loop; a request whose prompt is through waits for the
-    others. Pages are checked for all prompts before the first chunk.
+    The prompts advance together, `prefill_chunk` tokens a forward, in a device loop; a request whose prompt is through
+    waits for the others. Pages are checked for all prompts before the first chunk.
 
     Args:
       spec: the `SpecStep` (static).
@@ -25,12 +26,14 @@ def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
       state: from `init_state`.
 
     Returns:
-      The state, in which formerly waiting requests are running (or finished, if one token was all they wanted), and int32[], 0, or 1
-      if there are not enough pages; then the state is as it was.
+      The state, in which formerly waiting requests are running (or finished, if one token was all they wanted), and
+      int32[], 0, or 1 if there are not enough pages; then the state is as it was.
     """
     config = spec.config
     layout = verify_layout(
-        batch_size=config.batch_size, num_rows=config.prefill_chunk, pages_per_row=config.pages_per_row,
+        batch_size=config.batch_size,
+        num_rows=config.prefill_chunk,
+        pages_per_row=config.pages_per_row,
         swa=spec.target.swa_window is not None,
     )
     enough = _fits(spec, state)
@@ -66,27 +69,44 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     extend_lens = jnp.where(waiting, jnp.minimum(requests.prompt_len[1:] - seq_lens, C), 0)
 
     pages, _ = allocate(
-        pages, rows, seq_lens + extend_lens, page_size=config.page_size, swa=spec.target.swa_window is not None,
+        pages,
+        rows,
+        seq_lens + extend_lens,
+        page_size=config.page_size,
+        swa=spec.target.swa_window is not None,
         max_new=min(-(-C // config.page_size) + 1, config.pages_per_row),
     )
     metadata, packed = draft_extend_metadata(
-        seq_lens, extend_lens, rows, pages.page_table, pages.v2p, packed, page_size=config.page_size,
+        seq_lens,
+        extend_lens,
+        rows,
+        pages.page_table,
+        pages.v2p,
+        packed,
+        page_size=config.page_size,
         backend=config.kernel_backend,
     )
     column = jnp.arange(C, dtype=jnp.int32)
     real = column < extend_lens[:, None]
-    tokens = jnp.where(
-        real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0
-    )
+    tokens = jnp.where(real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0)
     logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, state.cache, metadata)
     draft_state = state.draft
     if spec.drafter is not None:
         draft_state = spec.drafter.prefill(params.draft, draft_state, tokens, metadata)
 
-    state = state.with_(
-        pages=pages, requests=requests.replace(seq_len=requests.seq_len.at[rows].add(extend_lens)), cache=cache, draft=draft_state
+    requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
+    through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
+    emitted = emit(
+        spec,
+        requests,
+        state.tokens,
+        state.stop_ids,
+        through,
+        requests.seq_len[1:],
+        greedy_token(logits),
+        through.astype(jnp.int32),
     )
-    through = waiting & (seq_lens + extend_lens == requests.prompt_len[1:])
-    done = jnp.where(through, rows, 0)
-    state, _, _ = emit(spec, state, done, seq_lens + extend_lens, greedy_token(logits), through.astype(jnp.int32))
-    return free_pages(spec, state, rows, max_advance=C), packed
+    pages = free_pages(spec, emitted.requests, pages, rows, max_advance=C)
+    return state.with_(
+        requests=emitted.requests, pages=pages, tokens=emitted.history, cache=cache, draft=draft_state
+    ), packed

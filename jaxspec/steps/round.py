@@ -1,18 +1,33 @@
 """One speculative round: prepare, draft, verify, commit. Pure functions of the state; `run_round` is their sequence.
 
-Notation: L is a request's committed length, the anchor is the token at position L. A round verifies the D rows L .. L + D - 1 (anchor
-and drafts), emits between 1 and D tokens and raises L by as many. Worked round, D = 4, L = 10, drafts x y z, target choices x y w .:
-two drafts are accepted, x y w are emitted, L becomes 13, and row 13, which holds K/V of the rejected z, is overwritten next round.
+Notation: L is a request's committed length, the anchor is the token at position L. A round verifies the D rows L .. L +
+D - 1 (anchor and drafts), emits between 1 and D tokens and raises L by as many. Worked round, D = 4, L = 10, drafts x y
+z, target choices x y w .: two drafts are accepted, x y w are emitted, L becomes 13, and row 13, which holds K/V of the
+  rejected z, is overwritten next round.
 """
+
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import allocate, release, retire
+from jaxspec.cache import Pages, allocate, release, retire
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
-from jaxspec.steps.state import CONTEXT, FINISHED, LENGTH, RUNNING, STOP, UNFINISHED, SpecState, pages_of, requests_of
+from jaxspec.steps.state import (
+    CONTEXT,
+    FINISHED,
+    LENGTH,
+    RUNNING,
+    STOP,
+    UNFINISHED,
+    Requests,
+    SpecState,
+    lanes_to_rows,
+    pages_of,
+    requests_of,
+)
 from jaxspec.verification import greedy_accept, greedy_token, trim_run
 
 Array = jax.Array
@@ -99,11 +114,21 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     seq_lens = jnp.where(rows > 0, requests.seq_len[1:], 0)
     anchor = state.tokens[rows, seq_lens]
     metadata, packed = verify_metadata(
-        seq_lens, rows, pages.page_table, pages.v2p, anchor, state.metadata, page_size=config.page_size,
-        limit=config.context_len, backend=config.kernel_backend,
+        seq_lens,
+        rows,
+        pages.page_table,
+        pages.v2p,
+        anchor,
+        state.metadata,
+        page_size=config.page_size,
+        limit=config.context_len,
+        backend=config.kernel_backend,
     )
     plan = RoundPlan(
-        status=jnp.where(enough, OK, OUT_OF_PAGES).astype(jnp.int32), req_rows=rows, seq_lens=seq_lens, anchor=anchor,
+        status=jnp.where(enough, OK, OUT_OF_PAGES).astype(jnp.int32),
+        req_rows=rows,
+        seq_lens=seq_lens,
+        anchor=anchor,
         metadata=metadata,
     )
     return state.with_(pages=pages, metadata=packed), plan
@@ -118,17 +143,25 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
       state, plan: from `prepare`.
 
     Returns:
-      The state with the drafter's own part updated, and the proposals. Without a drafter, or with D = 1, there are none.
+      The state with the drafter's own part updated, and the proposals. Without a drafter, or with D = 1, there are
+      none.
     """
     B, num_drafts = spec.config.batch_size, spec.config.num_draft_tokens - 1
     if spec.drafter is None or num_drafts == 0:
         return state, Drafts(tokens=jnp.zeros((B, num_drafts), jnp.int32), count=jnp.zeros((B,), jnp.int32))
     context = DraftContext(
-        tokens=state.tokens, req_rows=plan.req_rows, seq_lens=plan.seq_lens, anchor=plan.anchor, metadata=plan.metadata,
-        page_rows=state.page_table, v2p=state.v2p,
+        tokens=state.tokens,
+        req_rows=plan.req_rows,
+        seq_lens=plan.seq_lens,
+        anchor=plan.anchor,
+        metadata=plan.metadata,
+        page_rows=state.page_table,
+        v2p=state.v2p,
     )
     draft_state, drafts = spec.drafter.propose(params.draft, state.draft, context, num_drafts)
-    count = jnp.where(plan.req_rows > 0, drafts.count, 0)
+    # A draft past the context limit has no row, so there is nothing to verify it with.
+    room = jnp.maximum(spec.config.context_len - 1 - plan.seq_lens, 0)
+    count = jnp.where(plan.req_rows > 0, jnp.minimum(drafts.count, room), 0)
     return state.replace(draft=draft_state), drafts.replace(count=count)
 
 
@@ -148,7 +181,9 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
     metadata = plan.metadata.replace(ids=ids)
     logits, _, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
     targets = greedy_token(logits)
-    return state.replace(cache=cache), Verdict(targets=targets, accepted=greedy_accept(drafts.tokens, drafts.count, targets))
+    return state.replace(cache=cache), Verdict(
+        targets=targets, accepted=greedy_accept(drafts.tokens, drafts.count, targets)
+    )
 
 
 def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Verdict) -> tuple[SpecState, StepOutput]:
@@ -161,78 +196,101 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
     Returns:
       The state after the round, and what happened.
     """
-    requests = requests_of(state)
-    count = jnp.where(plan.req_rows > 0, verdict.accepted + 1, 0)
-    state, tokens, keep = emit(spec, state, plan.req_rows, plan.seq_lens + 1, verdict.targets, count)
-
+    requests, pages = requests_of(state), pages_of(state)
     rows = plan.req_rows
-    entry = jnp.stack([jnp.where(rows > 0, verdict.accepted, 0), keep], axis=-1)
-    nth = jnp.minimum(requests.verify_count[rows], state.round_log.shape[1] - 1)
-    ended = requests_of(state)
-    state = state.with_(
-        requests=ended.replace(
-            seq_len=ended.seq_len.at[rows].add(keep), verify_count=ended.verify_count.at[rows].add((rows > 0).astype(jnp.int32))
-        ),
-        round_log=state.round_log.at[rows, jnp.where(rows > 0, nth, 0)].set(entry),
+    active = rows > 0
+    count = jnp.where(active, verdict.accepted + 1, 0)
+    emitted = emit(spec, requests, state.tokens, state.stop_ids, active, plan.seq_lens + 1, verdict.targets, count)
+    requests, keep = emitted.requests, emitted.num_tokens
+
+    accepted = jnp.where(active, verdict.accepted, 0)
+    nth = jnp.where(active, jnp.minimum(requests.verify_count[1:], state.round_log.shape[1] - 1), 0)
+    requests = requests.replace(
+        seq_len=requests.seq_len + lanes_to_rows(keep),
+        verify_count=requests.verify_count + lanes_to_rows(active.astype(jnp.int32)),
     )
-    state = free_pages(spec, state, rows, max_advance=spec.config.num_draft_tokens)
-    requests = requests_of(state)
+    pages = free_pages(spec, requests, pages, rows, max_advance=spec.config.num_draft_tokens)
+    state = state.with_(
+        requests=requests,
+        pages=pages,
+        tokens=emitted.history,
+        round_log=state.round_log.at[rows, nth].set(jnp.stack([accepted, keep], axis=-1)),
+    )
     return state, StepOutput(
         status=plan.status,
-        tokens=tokens,
+        tokens=emitted.tokens,
         num_tokens=keep,
         num_drafts=drafts.count,
-        accepted=jnp.where(rows > 0, verdict.accepted, 0),
+        accepted=accepted,
         finish_reason=requests.finish_reason[1:],
         unfinished=(requests.status == RUNNING).any(),
     )
 
 
-def emit(spec, state: SpecState, rows: Array, position: Array, run: Array, count: Array) -> tuple[SpecState, Array, Array]:
+class Emitted(NamedTuple):
+    """Result of `emit`: requests and history after; tokens int32[B, D], 0 past num_tokens int32[B]."""
+
+    requests: Requests
+    history: Array
+    tokens: Array
+    num_tokens: Array
+
+
+def emit(
+    spec, requests: Requests, history: Array, stop_ids: Array, active: Array, position: Array, run: Array, count: Array
+) -> Emitted:
     """Appends a run of tokens to its requests and ends those that reach a stop id or a limit.
 
     Args:
       spec: the `SpecStep` (static).
-      state: the state before.
-      rows: int32[B], request rows; 0 emits nothing.
+      requests: the numbers before; status, finish reason and output count change, lengths are the caller's.
+      history: int32[R, T], tokens of each request row.
+      stop_ids: int32[R, S].
+      active: bool[B], lanes that take part; the others emit nothing.
       position: int32[B], where the first token of the run goes.
-      run: int32[B, D]; count: int32[B], real tokens in it, 0 only where the row is 0.
-
-    Returns:
-      The state after (status, tokens and output counts; lengths and pages are the caller's), the emitted tokens int32[B, D] with 0
-      past their number, and that number int32[B].
+      run: int32[B, D]; count: int32[B], real tokens in it, 0 where a lane is not active.
     """
-    requests = requests_of(state)
-    wanted = requests.max_new_tokens[rows] - requests.num_output[rows]
+    wanted = requests.max_new_tokens[1:] - requests.num_output[1:]
     room = spec.config.context_len - position
-    keep, stopped = trim_run(run, count, state.stop_ids[rows], jnp.minimum(wanted, room))
+    keep, stopped = trim_run(run, count, stop_ids[1:], jnp.minimum(wanted, room))
     column = jnp.arange(run.shape[1], dtype=jnp.int32)
     live = column < keep[:, None]
     tokens = jnp.where(live, run, 0)
-    history = state.tokens.at[jnp.where(live, rows[:, None], 0), jnp.where(live, position[:, None] + column, 0)].set(tokens)
+    lane_rows = jnp.arange(1, spec.config.rows, dtype=jnp.int32)
+    history = history.at[jnp.where(live, lane_rows[:, None], 0), jnp.where(live, position[:, None] + column, 0)].set(
+        tokens
+    )
 
     reason = jnp.where(stopped, STOP, jnp.where(keep >= wanted, LENGTH, jnp.where(keep >= room, CONTEXT, UNFINISHED)))
-    reason = jnp.where(rows > 0, reason, UNFINISHED).astype(jnp.int32)
     status = jnp.where(reason == UNFINISHED, RUNNING, FINISHED)
-    status = jnp.where(rows > 0, status, requests.status[0]).astype(jnp.int32)
+
+    def update(field, value):
+        return lanes_to_rows(jnp.where(active, value, field[1:]).astype(jnp.int32))
+
     requests = requests.replace(
-        status=requests.status.at[rows].set(status),
-        finish_reason=requests.finish_reason.at[rows].set(reason),
-        num_output=requests.num_output.at[rows].add(keep),
+        status=update(requests.status, status),
+        finish_reason=update(requests.finish_reason, reason),
+        num_output=requests.num_output + lanes_to_rows(keep),
     )
-    return state.with_(requests=requests, tokens=history), tokens, keep
+    return Emitted(requests, history, tokens, keep)
 
 
-def free_pages(spec, state: SpecState, rows: Array, *, max_advance: int) -> SpecState:
-    """Retires the SWA pages that `rows` have moved past (by at most `max_advance` tokens since last time), frees finished requests."""
+def free_pages(spec, requests: Requests, pages: Pages, rows: Array, *, max_advance: int) -> Pages:
+    """Retires the SWA pages that `rows` have moved past (by at most `max_advance` tokens since last time), frees
+    finished requests.
+
+    Args:
+      spec: the `SpecStep` (static).
+      requests, pages: lengths already raised.
+      rows: int32[B], b + 1 for lanes that took part, else 0.
+      max_advance: most tokens a request gained since the last call (static).
+    """
     config, window = spec.config, spec.target.swa_window
-    requests, pages = requests_of(state), pages_of(state)
     if window is not None:
-        first_key = requests.seq_len[rows] - window + 1
+        first_key = requests.seq_len[1:] - window + 1
         max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
         pages = retire(pages, rows, first_key, page_size=config.page_size, max_retired=max_retired)
-    pages = release(pages, (requests.status == FINISHED) & (pages.num_pages > 0), swa=window is not None)
-    return state.with_(pages=pages)
+    return release(pages, (requests.status == FINISHED) & (pages.num_pages > 0), swa=window is not None)
 
 
 def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:

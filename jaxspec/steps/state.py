@@ -1,8 +1,9 @@
 """The state of a batch on the device.
 
-A jitted call costs host time for each leaf of its state, so the state has few: the KV buffers, the page tables, the token history, the
-log of rounds and one packed int32 array that holds every per-request number. Inside the step `requests_of` and `pages_of` open it as
-dataclasses, and `SpecState.with_` packs them again; XLA sees slices and one concatenation.
+A jitted call costs host time for each leaf of its state, so the state has few: the KV buffers, the page tables, the
+token history, the log of rounds and one packed int32 array that holds every per-request number. Inside the step
+`requests_of` and `pages_of` open it as dataclasses, and `SpecState.with_` packs them again; XLA sees slices and one
+concatenation.
 
 Request rows: row 0 is the sink row, row b + 1 belongs to batch lane b.
 """
@@ -39,7 +40,8 @@ class Requests:
       status: EMPTY, WAITING (prompt not yet in the cache), RUNNING or FINISHED.
       finish_reason: UNFINISHED, STOP (a stop id), LENGTH (max_new_tokens) or CONTEXT (context_len).
       prompt_len: tokens of the prompt.
-      seq_len: committed tokens L, whose K and V are in the cache. While RUNNING the newest token (the anchor) is at position L.
+      seq_len: committed tokens L, whose K and V are in the cache. While RUNNING the newest token (the anchor) is at
+        position L.
       num_output: tokens emitted so far.
       max_new_tokens: tokens the request may emit.
       verify_count: rounds the request took part in.
@@ -71,7 +73,8 @@ class SpecState:
       free: int32[3, NV], stacks of free pages.
       tokens: int32[R, T], prompt and emitted tokens.
       stop_ids: int32[R, S], ids that end a request, -1 where unused.
-      round_log: int32[R, M, 2], for each round of a request: accepted drafts, and tokens emitted after stop and length limits.
+      round_log: int32[R, M, 2], for each round of a request: accepted drafts, and tokens emitted after stop and length
+        limits.
       packed: int32[rows, max(R, 8)], the fields of `Requests`, pages owned, first bound SWA page, free-page counts.
       metadata: the buffer that each round's metadata is written to.
     """
@@ -97,6 +100,11 @@ class SpecState:
         return self.replace(packed=packed, page_table=pages.page_table, v2p=pages.v2p, free=pages.free, **leaves)
 
 
+def lanes_to_rows(lanes: Array) -> Array:
+    """int32[B], a number a lane -> int32[R], the same by request row, with 0 for the sink row."""
+    return jnp.pad(lanes, (1, 0))
+
+
 def requests_of(state: SpecState) -> Requests:
     """The per-request numbers of a state."""
     R = state.page_table.shape[0]
@@ -108,50 +116,68 @@ def pages_of(state: SpecState) -> Pages:
     R, offset = state.page_table.shape[0], len(_REQUEST_FIELDS)
     owned = {name: state.packed[offset + i, :R] for i, name in enumerate(_PAGE_ROWS)}
     return Pages(
-        page_table=state.page_table, v2p=state.v2p, free=state.free, free_count=state.packed[_PACKED_ROWS - 1, :3], **owned
+        page_table=state.page_table,
+        v2p=state.v2p,
+        free=state.free,
+        free_count=state.packed[_PACKED_ROWS - 1, :3],
+        **owned,
     )
 
 
 def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
     if len(prompts) > config.batch_size:
-        raise InputError(f"{len(prompts)} prompts do not fit batch_size={config.batch_size}: raise it or split the prompts")
+        raise InputError(
+            f"{len(prompts)} prompts do not fit batch_size={config.batch_size}: raise it or split the prompts"
+        )
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
     if len(limits) != len(prompts):
-        raise InputError(f"{len(limits)} values of max_new_tokens for {len(prompts)} prompts: give one number or one each")
+        raise InputError(
+            f"{len(limits)} values of max_new_tokens for {len(prompts)} prompts: give one number or one each"
+        )
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer) and prompt.size:
-            raise InputError(f"prompt {i}: expected a sequence of token ids, got shape {prompt.shape} of {prompt.dtype}")
+        if prompt.ndim != 1 or (not np.issubdtype(prompt.dtype, np.integer) and prompt.size):
+            raise InputError(
+                f"prompt {i}: expected a sequence of token ids, got shape {prompt.shape} of {prompt.dtype}"
+            )
         if prompt.size == 0:
             raise InputError(f"prompt {i} is empty: give at least one token")
         if prompt.size >= config.context_len:
             raise InputError(
-                f"prompt {i} has {prompt.size} tokens; context_len={config.context_len} leaves room for {config.context_len - 1} "
-                "and one new token: shorten it or raise context_len"
+                f"prompt {i} has {prompt.size} tokens; context_len={config.context_len} leaves room for "
+                f"{config.context_len - 1} and one new token: shorten it or raise context_len"
             )
         bad = prompt[(prompt < 0) | (prompt >= target.vocab_size)]
         if bad.size:
             raise InputError(f"prompt {i} holds token id {bad[0]}, outside 0 .. {target.vocab_size - 1}")
         if not 0 <= limit <= config.max_new_tokens:
-            raise InputError(f"prompt {i}: max_new_tokens={limit}, outside 0 .. {config.max_new_tokens} of the configuration")
+            raise InputError(
+                f"prompt {i}: max_new_tokens={limit}, outside 0 .. {config.max_new_tokens} of the configuration"
+            )
         reach = min(prompt.size + limit + config.num_draft_tokens, config.context_len)
         pages = -(-reach // config.page_size)
         if pages > config.full_pages() - 1:
             raise InputError(
-                f"prompt {i} needs {pages} pages of {config.page_size} tokens; the pool has {config.full_pages() - 1}: raise num_pages"
+                f"prompt {i} needs {pages} pages of {config.page_size} tokens; the pool has {config.full_pages() - 1}: "
+                "raise num_pages"
             )
         if target.swa_window is not None:
             swa = min(pages, config.swa_pages_per_row(target.swa_window))
             if swa > config.swa_pages(target.swa_window) - 1:
                 raise InputError(
-                    f"prompt {i} needs {swa} sliding-window pages; the pool has {config.swa_pages(target.swa_window) - 1}: "
-                    "raise num_swa_pages"
+                    f"prompt {i} needs {swa} sliding-window pages; the pool has "
+                    f"{config.swa_pages(target.swa_window) - 1}: raise num_swa_pages"
                 )
 
 
 def init_state(
-    target: Model, drafter: Drafter | None, config: SpecConfig, prompts: Sequence[Sequence[int]], *,
-    max_new_tokens: int | Sequence[int] | None = None, stop_ids: Sequence[int] = (),
+    target: Model,
+    drafter: Drafter | None,
+    config: SpecConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> SpecState:
     """A state with the prompts laid out and nothing in the cache yet.
 
@@ -167,7 +193,8 @@ def init_state(
       The state, ready for `prefill`.
 
     Raises:
-      InputError: an empty prompt, one that leaves no room in the context, an id out of range, a pool too small for one request.
+      InputError: an empty prompt, one that leaves no room in the context, an id out of range, a pool too small for one
+        request.
     """
     prompts = [np.asarray(prompt) for prompt in prompts]
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -184,7 +211,9 @@ def init_state(
     fields = dict.fromkeys(_REQUEST_FIELDS, np.zeros(R, np.int32))
     present = slice(1, 1 + len(prompts))
     for name, values in (
-        ("status", WAITING), ("prompt_len", [prompt.size for prompt in prompts]), ("max_new_tokens", limits)
+        ("status", WAITING),
+        ("prompt_len", [prompt.size for prompt in prompts]),
+        ("max_new_tokens", limits),
     ):
         fields[name] = np.zeros(R, np.int32)
         fields[name][present] = values
@@ -192,15 +221,24 @@ def init_state(
     stops[:, : len(stop_ids)] = np.asarray(list(stop_ids), np.int32)
 
     pages = init_pages(
-        rows=R, pages_per_row=config.pages_per_row, num_pages=config.full_pages(), num_swa_pages=config.swa_pages(window),
+        rows=R,
+        pages_per_row=config.pages_per_row,
+        num_pages=config.full_pages(),
+        num_swa_pages=config.swa_pages(window),
         seed=config.pool_seed,
     )
     layout = verify_layout(
-        batch_size=config.batch_size, num_rows=config.num_draft_tokens, pages_per_row=config.pages_per_row, swa=window is not None
+        batch_size=config.batch_size,
+        num_rows=config.num_draft_tokens,
+        pages_per_row=config.pages_per_row,
+        swa=window is not None,
     )
     state = SpecState(
         cache=init_cache(
-            target.layers, page_size=config.page_size, num_pages=config.full_pages(), num_swa_pages=config.swa_pages(window),
+            target.layers,
+            page_size=config.page_size,
+            num_pages=config.full_pages(),
+            num_swa_pages=config.swa_pages(window),
             dtype=target.dtype,
         ),
         draft=() if drafter is None else drafter.init(config),

@@ -10,8 +10,8 @@ from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter, DraftLM
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
-from jaxspec.steps import prefill as prefill_module
-from jaxspec.steps import round as round_module
+from jaxspec.steps.prefill import prefill
+from jaxspec.steps.round import StepOutput, run_round
 from jaxspec.steps.state import SpecState
 
 # The classes of operation that XLA may record into one command buffer (a CUDA graph), WHILE among them: without it the
@@ -26,7 +26,8 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
       platform: "cpu", "gpu" or "cuda"; the default backend's by default.
 
     Returns:
-      Options for `jax.jit(..., compiler_options=...)`; empty off the GPU. They concern one function, no global flag is set.
+      Options for `jax.jit(..., compiler_options=...)`; empty off the GPU. They concern one function, no global flag is
+      set.
 
     Example:
       >>> compiler_options("cpu")
@@ -47,7 +48,8 @@ class Params(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def jit_with_state(function, options: tuple[tuple[str, Any], ...]):
-    """`function(spec, params, state)` compiled with a static spec and a donated state, one wrapper per function and options."""
+    """`function(spec, params, state)` compiled with a static spec and a donated state, one wrapper per function and
+    options."""
     return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=dict(options) or None)
 
 
@@ -55,9 +57,9 @@ def jit_with_state(function, options: tuple[tuple[str, Any], ...]):
 class SpecStep:
     """A speculative step. Call it as `state, out = step(params, state)`.
 
-    The call is one compiled round; the state is donated (do not use the old one again). `step.prefill(params, state)` compiles the
-    prefill. The phases `jaxspec.prepare`, `draft`, `verify` and `commit` take the step as first argument and may be called, jitted
-    or not, by a script that wants to stand between them.
+    The call is one compiled round; the state is donated (do not use the old one again). `step.prefill(params, state)`
+    compiles the prefill. The phases `jaxspec.prepare`, `draft`, `verify` and `commit` take the step as first argument
+    and may be called, jitted or not, by a script that wants to stand between them.
 
     Attributes:
       target: the model that decides.
@@ -71,11 +73,11 @@ class SpecStep:
     config: SpecConfig
     options: tuple[tuple[str, Any], ...] = ()
 
-    def __call__(self, params: Params, state: SpecState) -> tuple[SpecState, round_module.StepOutput]:
-        return jit_with_state(round_module.run_round, self.options)(self, params, state)
+    def __call__(self, params: Params, state: SpecState) -> tuple[SpecState, StepOutput]:
+        return jit_with_state(run_round, self.options)(self, params, state)
 
     def prefill(self, params: Params, state: SpecState) -> tuple[SpecState, jax.Array]:
-        return jit_with_state(prefill_module.prefill, self.options)(self, params, state)
+        return jit_with_state(prefill, self.options)(self, params, state)
 
 
 def make_spec_step(
@@ -86,7 +88,8 @@ def make_spec_step(
     Args:
       target: the model that decides.
       drafter: `NgramDrafter`, `DraftLM` or your own; None proposes nothing.
-      config: shapes. One compiled program serves every batch of these shapes, whatever lengths, tables and mappings it holds.
+      config: shapes. One compiled program serves every batch of these shapes, whatever lengths, tables and mappings it
+        holds.
       options: XLA options for the compiled functions; `compiler_options()` by default.
 
     Raises:
@@ -95,7 +98,7 @@ def make_spec_step(
     Example:
       >>> import jaxspec
       >>> target = jaxspec.load_model("target")
-      >>> config = jaxspec.SpecConfig(batch_size=1, num_draft_tokens=4, context_len=64, max_new_tokens=8, prefill_chunk=16)
+      >>> config = jaxspec.SpecConfig(batch_size=1, num_draft_tokens=4, context_len=64, max_new_tokens=8)
       >>> step = jaxspec.make_spec_step(target.model, jaxspec.NgramDrafter(), config)
       >>> params = jaxspec.Params(target.params)
       >>> state = jaxspec.init_state(target.model, step.drafter, config, [target.encode("for i in range(10):")])
@@ -109,8 +112,13 @@ def make_spec_step(
     if isinstance(drafter, DraftLM):
         draft = drafter.model
         if draft.vocab_size != target.vocab_size:
-            raise InputError(f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: they must share a vocabulary")
+            raise InputError(
+                f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: "
+                "they must share a vocabulary"
+            )
         if draft.context_len < config.context_len:
-            raise InputError(f"the draft model's context of {draft.context_len} is below context_len={config.context_len}")
+            raise InputError(
+                f"the draft model's context of {draft.context_len} is below context_len={config.context_len}"
+            )
     options = compiler_options() if options is None else options
     return SpecStep(target, drafter, config, tuple(sorted(options.items())))

@@ -20,13 +20,14 @@ def greedy_accept(drafts: Array, num_drafts: Array, targets: Array) -> Array:
       targets: int32[B, D], the target's choice after each row (the anchor, then each draft).
 
     Returns:
-      int32[B], a in 0 .. num_drafts. The round's run is `targets[:, : a + 1]`: accepted drafts equal the target's choices, and the
-      choice after the last of them comes free.
+      int32[B], a in 0 .. num_drafts. The round's run is `targets[:, : a + 1]`: accepted drafts equal the target's
+      choices, and the choice after the last of them comes free.
 
     Source: greedy case of Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 
     Example:
-      >>> greedy_accept(jnp.array([[7, 8, 9], [1, 4, 0]]), jnp.array([3, 2]), jnp.array([[7, 8, 5, 0], [3, 4, 0, 0]])).tolist()
+      >>> drafts, targets = jnp.array([[7, 8, 9], [1, 4, 0]]), jnp.array([[7, 8, 5, 0], [3, 4, 0, 0]])
+      >>> greedy_accept(drafts, jnp.array([3, 2]), targets).tolist()
       [2, 0]
     """
     column = jnp.arange(drafts.shape[1], dtype=jnp.int32)

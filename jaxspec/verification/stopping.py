@@ -9,8 +9,8 @@ Array = jax.Array
 def trim_run(run: Array, count: Array, stop_ids: Array, budget: Array) -> tuple[Array, Array]:
     """How much of a run survives the request's limits.
 
-    The run is cut to the budget first; within what is left the earliest stop id ends it and is kept. A stop id beyond the budget has
-    no effect.
+    The run is cut to the budget first; within what is left the earliest stop id ends it and is kept. A stop id beyond
+    the budget has no effect.
 
     Args:
       run: int32[B, D], new tokens of each request.
