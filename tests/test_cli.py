@@ -76,8 +76,8 @@ def fake_runs(monkeypatch, *completions, reason="length"):
     """Replaces decoding: call i answers every prompt with `completions[i]`."""
     answers = iter(completions)
 
-    def answer(target, params, batch, *, config, **settings):
-        ids = next(answers)
+    def answer(target, params, batch, *, config, max_new_tokens, **settings):
+        ids = [0] if max_new_tokens == 1 else next(answers)  # one token is asked for to compile
         rounds = len(ids) - 1
         result = RequestResult(ids, reason, rounds, [1] * rounds, [0] * rounds)
         return Generation([result] * len(batch), config.num_draft_tokens, 0.5, 3)

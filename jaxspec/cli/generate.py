@@ -1,5 +1,6 @@
 """`python -m jaxspec generate`: completes prompts, shows what was accepted, checks that the output is exact."""
 
+import concurrent.futures
 import dataclasses
 import sys
 import time
@@ -149,14 +150,14 @@ def run(values: flags.FlagValues) -> int:
     )
     _check_pool(job, requests)
     has_text = (target.folder / "tokenizer.json").is_file()
-    completions = Completions(screen, requests, target.decode if has_text else None)
-    result, setup_seconds = _decode(job, requests, screen, completions)
-    plain = None
+    jobs = [job]
     if values.check_exact:
         config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None)
-        plain, _ = _decode(
-            dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config), requests, screen
-        )
+        jobs.append(dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config))
+    setup_seconds = _compile(jobs, requests, screen)
+    completions = Completions(screen, requests, target.decode if has_text else None)
+    result = _decode(job, requests, screen, completions)
+    plain = _decode(jobs[1], requests, screen) if values.check_exact else None
     outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None)
     screen.write(report.to_text(outcome))
     output.write(report.to_json(outcome, _environment(values, job)))
@@ -212,28 +213,33 @@ def _check_pool(job: _Job, requests: Sequence[prompts.Prompt]) -> None:
     jax.eval_shape(lambda: init_state(job.target.model, job.drafter, config, ids, stop_ids=job.stop_ids))
 
 
+def _compile(jobs: Sequence[_Job], requests: Sequence[prompts.Prompt], screen: Screen) -> float:
+    """Compiles the programs of all jobs side by side; returns how many seconds it took."""
+    start = time.perf_counter()
+
+    def compile_one(job: _Job) -> None:
+        # One token a request: prompts are processed, and the program of the rounds, compiled too, has nothing to do.
+        batch = [request.token_ids for request in requests[: job.config.batch_size]]
+        _generate(job, batch, max_new_tokens=1)
+
+    with screen.task("programs", "compiling"), concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        for future in [pool.submit(compile_one, job) for job in jobs]:
+            future.result()
+    return time.perf_counter() - start
+
+
 def _decode(
     job: _Job, requests: Sequence[prompts.Prompt], screen: Screen, completions: Completions | None = None
-) -> tuple[Generation, float]:
-    """Decodes all prompts, batch after batch; returns the results as one, and the seconds that were not decoding."""
+) -> Generation:
+    """Decodes all prompts, batch after batch; returns the results as one."""
     config, size = job.config, job.config.batch_size
     meter = _Meter(screen, len(requests), config.max_new_tokens, _ROUNDS if job.loop == "chunked" else 1)
-    results, start = [], time.perf_counter()
-    with screen.task(f"{job.name}, {len(requests)} requests", "compiling"):
+    results = []
+    with screen.task(job.name, f"{len(requests)} requests, {size} at a time"):
         for first in range(0, len(requests), size):
             batch = [request.token_ids for request in requests[first : first + size]]
-            result = run_generation(
-                job.target.model,
-                job.params,
-                batch,
-                drafter=job.drafter,
-                max_new_tokens=config.max_new_tokens,
-                stop_ids=job.stop_ids,
-                loop=job.loop,
-                config=config,
-                rounds_per_dispatch=_ROUNDS,
-                on_tokens=None if job.loop == "device" else _listener(first, meter, completions),
-            )
+            on_tokens = None if job.loop == "device" else _listener(first, meter, completions)
+            result = _generate(job, batch, config.max_new_tokens, on_tokens)
             results.append(result)
             for index, request in enumerate(result.requests, start=first):
                 if completions is not None:
@@ -241,13 +247,27 @@ def _decode(
                         completions.add(index, request.token_ids)
                     completions.end(index)
                 meter.finish(index)
-    merged = Generation(
+    return Generation(
         requests=[request for result in results for request in result.requests],
         num_draft_tokens=config.num_draft_tokens,
         seconds=sum(result.seconds for result in results),
         dispatches=sum(result.dispatches for result in results),
     )
-    return merged, time.perf_counter() - start - merged.seconds
+
+
+def _generate(job: _Job, batch: Sequence[Sequence[int]], max_new_tokens: int, on_tokens=None) -> Generation:
+    return run_generation(
+        job.target.model,
+        job.params,
+        batch,
+        drafter=job.drafter,
+        max_new_tokens=max_new_tokens,
+        stop_ids=job.stop_ids,
+        loop=job.loop,
+        config=job.config,
+        rounds_per_dispatch=_ROUNDS,
+        on_tokens=on_tokens,
+    )
 
 
 def _listener(first: int, meter: "_Meter", completions: Completions | None) -> Callable[[int, list[int], bool], None]:

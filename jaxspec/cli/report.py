@@ -17,7 +17,7 @@ class Outcome:
     Attributes:
       prompts: the requests, encoded.
       speculative: their results, in the same order.
-      setup_seconds: wall time besides `speculative.seconds`: compilation and layout.
+      setup_seconds: wall time of compilation, for both runs together.
       plain: results of plain decoding of the same prompts; None if it did not run.
       decode: text of ids; None if the model has no tokenizer.
     """
