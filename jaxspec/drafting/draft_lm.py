@@ -95,15 +95,17 @@ class DraftLM:
         logits, _, cache = self.model.apply(params, ids, extend.window.positions, state.cache, extend)
         first = greedy_token(logits[:, 0])
 
-        def chain(carry, step):
-            token, cache = carry
+        column = jnp.arange(num_drafts, dtype=jnp.int32)
+
+        def extend_chain(step, carry):
+            token, tokens, cache = carry
             metadata = decode_step(context.metadata, window, step)
             logits, _, cache = self.model.apply(params, token[:, None], metadata.window.positions, cache, metadata)
             token = greedy_token(logits[:, 0])
-            return (token, cache), token
+            return token, jnp.where(column == step - 1, token[:, None], tokens), cache
 
-        (_, cache), rest = jax.lax.scan(chain, (first, cache), jnp.arange(2, num_drafts + 1, dtype=jnp.int32))
-        tokens = jnp.concatenate([first[:, None], rest.T], axis=1)
+        tokens = jnp.where(column == 0, first[:, None], 0)
+        _, tokens, cache = jax.lax.fori_loop(2, num_drafts + 1, extend_chain, (first, tokens, cache))
         return DraftLMState(cache=cache, packed=packed), Drafts(
             tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32)
         )

@@ -175,8 +175,11 @@ def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> Dec
       step: int32[], which column of `window` this step writes.
     """
 
+    chosen = jnp.arange(window.positions.shape[1], dtype=jnp.int32) == step
+
     def column(loc):
-        return None if loc is None else jax.lax.dynamic_slice_in_dim(loc, step, 1, axis=1)
+        # A masked sum, not a dynamic slice: XLA runs the latter as a copy that keeps a loop out of a command buffer.
+        return None if loc is None else jnp.where(chosen, loc, 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
 
     positions = column(window.positions)
     lengths = positions[:, 0] + 1
