@@ -1,19 +1,16 @@
 """Page allocation on the device: fixed shapes, no host read, usable inside a jitted loop.
 
 A request row owns *virtual* pages, one for each `page_size` tokens, listed in `page_table`. `v2p` maps a virtual page
-to the physical
-page of each storage kind: column 0 FULL, column 1 SWA. The same virtual page names both, and the two bindings live and
-die apart: an SWA page is *retired* once every window has moved past it, while the FULL page stays until the request
-  ends.
+to the physical page of each storage kind: column 0 FULL, column 1 SWA. The same virtual page names both, and the two
+bindings live and die apart: an SWA page is *retired* once every window has moved past it, while the FULL page stays
+until the request ends.
 
 Free pages are kept on three stacks (virtual ids, FULL pages, SWA pages), rows of one array. Every index follows the
-library's rule that
-0 is the sink: row 0 of the page table, page 0 of every kind, cell 0 of every stack. A lane with nothing to do writes 0
-there, so all scatters have in-range indices and need no drop mode.
+library's rule that 0 is the sink: row 0 of the page table, page 0 of every kind, cell 0 of every stack. A lane with
+nothing to do writes 0 there, so all scatters have in-range indices and need no drop mode.
 
 Worked row, page_size 4, a request of 6 tokens that grows to 9: it owns virtual pages [5, 3] and needs 3, so one page,
-say 8, is popped
-from each stack: page_table row [5, 3, 8, 0, ...], v2p[8] = (FULL page, SWA page).
+say 8, is popped from each stack: page_table row [5, 3, 8, 0, ...], v2p[8] = (FULL page, SWA page).
 """
 
 import flax.struct
