@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxspec
 from jaxspec import models
 
 torch = pytest.importorskip("torch")
@@ -113,9 +114,7 @@ def test_older_spelling_of_the_configuration_means_the_same(tmp_path, windows, o
     (tmp_path / "config.json").write_text(json.dumps(settings))
     tokens = random_tokens(config)
     assert models.load(tmp_path).config.windows == windows
-    np.testing.assert_allclose(
-        our_logits(tmp_path, tokens), reference_logits(tmp_path, tokens), atol=TOLERANCE, rtol=0
-    )
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), reference_logits(tmp_path, tokens), atol=TOLERANCE, rtol=0)
 
 
 def test_comparison_sees_a_window_that_is_one_key_off(tmp_path):
@@ -141,7 +140,6 @@ def test_reader_agrees_on_the_written_configuration(tmp_path):
     assert models.Qwen3Config.from_dict(json.loads(theirs.to_json_string())) == config
 
 
-@pytest.mark.skipif(not models.embedded_names(), reason="no embedded models in this installation")
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_embedded_model_has_the_reference_logits_on_real_code(name):
     """Longer than the sliding window, so that every kind of layer is compared beyond it."""
@@ -152,3 +150,41 @@ def test_embedded_model_has_the_reference_logits_on_real_code(name):
     longest = max((window for window in model.config.windows if window is not None), default=0)
     assert tokens.shape[1] > longest
     np.testing.assert_allclose(our_logits(folder, tokens), reference_logits(folder, tokens), atol=TOLERANCE, rtol=0)
+
+
+def reference_greedy(folder, prompt, count):
+    """Greedy continuation by the reference's own `generate`, its cache and all; end-of-text ids do not stop it."""
+    with torch.no_grad():
+        ids = reference_model(folder).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return ids[0, len(prompt) :].tolist()
+
+
+def our_greedy(checkpoint, prompts, count, **drafting):
+    params = jaxspec.Params(checkpoint.params, drafting.pop("draft_params", ()))
+    return jaxspec.generate(checkpoint.model, params, prompts, max_new_tokens=count, **drafting).token_ids
+
+
+def test_plain_and_speculative_decoding_of_a_random_model_give_the_reference_ids(tmp_path):
+    config = small_config(tie_word_embeddings=False)
+    models.save(tmp_path, config, models.random_params(config, 4), jnp.float32)
+    prompts = [row[:length].tolist() for row, length in zip(random_tokens(config), (9, 41), strict=True)]
+    expected = [reference_greedy(tmp_path, prompt, 48) for prompt in prompts]
+    assert len({*expected[0]}) > 4  # not one token over and over
+    checkpoint = models.load(tmp_path)
+    assert our_greedy(checkpoint, prompts, 48) == expected
+    assert our_greedy(checkpoint, prompts, 48, drafter=jaxspec.NgramDrafter(), num_draft_tokens=4) == expected
+
+
+def test_plain_decoding_of_the_embedded_target_gives_the_reference_ids():
+    checkpoint = models.load("target")
+    prompts = [checkpoint.encode(inspect.getsource(member).rstrip())[:300] for member in (json.encoder, json.decoder)]
+    expected = [reference_greedy(checkpoint.folder, prompt, 64) for prompt in prompts]
+    assert our_greedy(checkpoint, prompts, 64) == expected
