@@ -9,7 +9,6 @@ import pytest
 from tiny_models import CONTEXT, DRAFTERS, FAST_COMPILE, TARGET, WINDOW, drafter_and_params, make_step, prompt
 
 import jaxspec
-from jaxspec import models
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
 from jaxspec.steps.step import jit_with_state
@@ -270,7 +269,6 @@ def test_plain_decoding(greedy):
 # The embedded models
 
 
-@pytest.mark.skipif(not models.embedded_names(), reason="the embedded models are not there yet")
 @pytest.mark.parametrize(
     ("drafter", "batch", "page", "D", "repeats"),
     [("ngram", 1, 64, 8, 1), ("draft_lm", 3, 16, 4, 1), ("draft_lm", 1, 128, 8, 40)],
@@ -279,8 +277,8 @@ def test_embedded_models(drafter, batch, page, D, repeats):
     target = jaxspec.load_model("target")
     params, which = jaxspec.Params(target.params), jaxspec.NgramDrafter()
     if drafter == "draft_lm":
-        draft = jaxspec.load_model("draft", swa_pages=False)
-        params, which = jaxspec.Params(target.params, draft.params), jaxspec.DraftLM(draft.model)
+        draft = jaxspec.load_model("draft")
+        params, which = jaxspec.Params(target.params, draft.params), jaxspec.DraftLM(draft.draft_model)
     codes = [
         "import os\nimport sys\n\n\ndef main(argv):\n",
         "class Queue:\n    def __init__(self, maxsize=0):\n",

@@ -285,7 +285,8 @@ def train(
     )  # fmt: skip
     keep(state.params)
     record = {
-        "flags": sys.argv[1:],
+        # Folders by their own name: where they lay on the machine says nothing.
+        "flags": [pathlib.PurePath(word).name if "/" in word else word for word in sys.argv[1:]],
         "settings": dataclasses.asdict(settings),
         "budget": dataclasses.asdict(budget),
         "finished": finished,
