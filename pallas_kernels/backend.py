@@ -55,9 +55,8 @@ def explain_backends() -> list[BackendChoice]:
         found = f"{device.device_kind} ({device.platform})"
         if capability is not None:
             found = f"{device.device_kind} (compute capability {capability[0]}.{capability[1]})"
-        name, reason = "reference", (
-            f"compiled Pallas Triton needs a CUDA device of compute capability 8.0 or newer; found {found}"
-        )
+        name = "reference"
+        reason = f"compiled Pallas Triton needs a CUDA device of compute capability 8.0 or newer; found {found}"
     else:
         name, reason = "triton", "a CUDA device; measured 3 to 5 times faster than XLA's own fusion on an H200"
     return [BackendChoice(kernel, name, reason) for kernel in KERNELS]

@@ -231,9 +231,7 @@ def test_positions_from_the_limit_on_go_to_the_sink(limit, as_array, backend):
 def test_request_rows_outside_the_table_read_the_sink_row(backend):
     call = {"req_rows": int32(-1, 2, 1000, 1), "source": int32([0, 0], [3, 4]), "page_size": 4, "backend": backend}
     lengths = np.full(4, 8, np.int32)
-    out = cases.run(
-        decode_metadata, cases.decode_out(4, 2, has_swa=False), seq_lens=lengths, zero_tail=False, **call
-    )
+    out = cases.run(decode_metadata, cases.decode_out(4, 2, has_swa=False), seq_lens=lengths, zero_tail=False, **call)
     assert out.page_table.tolist() == [[0, 0], [0, 0], [0, 0], [3, 4]]
     window = cases.run(draft_write_window, cases.window_out(4, 1, has_swa=False), start=lengths - 1, **call)
     assert window.full_loc.tolist() == [[3], [3], [3], [19]]  # virtual page 0, offset 3: a slot of the sink page
