@@ -1,6 +1,7 @@
 """Static configuration of a speculative step: everything that fixes a compiled program's shapes."""
 
 import dataclasses
+import numbers
 
 from jaxspec.errors import InputError
 
@@ -34,17 +35,31 @@ class SpecConfig:
     kernel_backend: str | None = None
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "kernel_backend" and value is not None and not isinstance(value, numbers.Integral):
+                raise InputError(f"{field.name}={value!r}: must be an integer")
         for name in ("batch_size", "num_draft_tokens", "context_len", "page_size", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_new_tokens < 0:
             raise InputError(f"max_new_tokens={self.max_new_tokens}: must be at least 0")
+        for name in ("num_pages", "num_swa_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}={value}: must be at least 1, the sink page; None sizes the pool")
         if self.page_size & (self.page_size - 1):
             raise InputError(f"page_size={self.page_size}: must be a power of two")
         if self.num_draft_tokens > self.context_len:
             raise InputError(
                 f"num_draft_tokens={self.num_draft_tokens} is more than context_len={self.context_len}: "
                 "draft fewer tokens"
+            )
+
+        if self.full_pages() * self.page_size >= 2**31:
+            raise InputError(
+                f"{self.full_pages()} pages of {self.page_size} tokens: slots are int32, so the product must stay "
+                "below 2147483648: use a smaller pool"
             )
 
     @property

@@ -33,7 +33,7 @@ def paged_attention(
       q: [B, D, heads, head_dim], the query rows; heads is a multiple of the K/V heads.
       kv: [slots, 2, num_kv_heads, head_dim], one layer's buffer.
       page_table: int32[B, P], physical page of each column; columns past a row's length may hold any page in range.
-      positions: int32[B, D], absolute position of each query row, ascending in a row.
+      positions: int32[B, D], absolute positions, consecutive: positions[b, j] = positions[b, 0] + j.
       cache_seqlens: int32[B], keys of each request, those of the query rows included.
       page_size: tokens a page.
       window: None, or how many keys a query sees, itself included. Only the columns that can hold visible keys are

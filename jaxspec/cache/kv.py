@@ -1,9 +1,9 @@
 """KV buffers, one array a layer.
 
 A *slot* holds the K and V rows of one token in one layer; a *page* is `page_size` consecutive slots. Buffers are
-addressed by physical
-slot: `slot = physical_page * page_size + position % page_size`. Physical page 0 of every buffer is the *sink*: it
-belongs to nobody, rows that must not land anywhere write there, and nothing may depend on what it holds.
+addressed by physical slot: `slot = physical_page * page_size + position % page_size`. Physical page 0 of every buffer
+is the *sink*: it belongs to nobody, rows that must not land anywhere write there, and nothing may depend on what it
+holds.
 
 Layers stay separate arrays (never stacked): inside a device loop XLA would copy a slice of a stacked buffer in every
 turn.

@@ -28,6 +28,8 @@ def run(values: flags.FlagValues) -> int:
         jax.devices()
     except RuntimeError as error:
         print(f"error: jax finds no device: {' '.join(str(error).split())}", file=sys.stderr)
+        if advice := environment.idle_gpu_advice():
+            print(advice, file=sys.stderr)
         return 1
     findings = examine()
     output.write(findings)

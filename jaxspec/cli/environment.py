@@ -65,7 +65,10 @@ def idle_gpu_advice(root: Path = Path("/")) -> str | None:
 
 
 def _has_cuda_device() -> bool:
-    return any(device.platform == "gpu" for device in jax.devices())
+    try:
+        return any(device.platform == "gpu" for device in jax.devices())
+    except RuntimeError:  # JAX_PLATFORMS names a backend that cannot start
+        return False
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:

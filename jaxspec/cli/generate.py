@@ -135,6 +135,10 @@ def run(values: flags.FlagValues) -> int:
     screen = Screen(out=sys.stderr if output.to_stdout else None)
     if advice := environment.idle_gpu_advice():
         screen.say(advice)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise InputError(f"jax finds no device: {' '.join(str(error).split())}") from None
     with screen.task("models", "loading"):
         target = load_model(values.model, values.dtype)
         requests = prompts.encode(requests, target)
@@ -218,9 +222,8 @@ def _compile(jobs: Sequence[_Job], requests: Sequence[prompts.Prompt], screen: S
     start = time.perf_counter()
 
     def compile_one(job: _Job) -> None:
-        # One token a request: prompts are processed, and the program of the rounds, compiled too, has nothing to do.
-        batch = [request.token_ids for request in requests[: job.config.batch_size]]
-        _generate(job, batch, max_new_tokens=1)
+        # The configuration fixes the shapes, so the shortest call compiles the same programs.
+        _generate(job, [requests[0].token_ids[:1]], max_new_tokens=1)
 
     with screen.task("programs", "compiling"), concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         for future in [pool.submit(compile_one, job) for job in jobs]:

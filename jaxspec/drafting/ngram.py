@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxspec.drafting.base import DraftContext, Drafts
 from jaxspec.errors import InputError
 
+_LONGEST = 64  # every length is one more comparison in the compiled program
+
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter:
@@ -27,9 +29,10 @@ class NgramDrafter:
     min_ngram: int = 1
 
     def __post_init__(self):
-        if not 1 <= self.min_ngram <= self.max_ngram:
+        if not 1 <= self.min_ngram <= self.max_ngram <= _LONGEST:
             raise InputError(
-                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram"
+                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: "
+                f"need 1 <= min_ngram <= max_ngram <= {_LONGEST}"
             )
 
     def init(self, config):

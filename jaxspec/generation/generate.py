@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
@@ -25,7 +26,7 @@ def default_config(
     page_size: int = 64,
     **others,
 ) -> SpecConfig:
-    """A configuration that fits the prompts: context and prefill chunk rounded up, so that similar calls share a
+    """A configuration that fits the prompts: the context is rounded up, so that similar calls share a
     program."""
     longest = max((len(prompt) for prompt in prompts), default=1)
     step = max(page_size, 256)
@@ -47,7 +48,7 @@ def generate(
     *,
     drafter: Drafter | None = None,
     num_draft_tokens: int = 8,
-    max_new_tokens: int | Sequence[int] = 128,
+    max_new_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
     loop: str = "device",
     config: SpecConfig | None = None,
@@ -63,7 +64,7 @@ def generate(
       drafter: `NgramDrafter`, `DraftLM` or your own. None is plain decoding: one row a round, whatever
         `num_draft_tokens` says.
       num_draft_tokens: D, rows verified per request and round: the newest token and D - 1 drafts.
-      max_new_tokens: tokens to emit at most, one number or one a prompt.
+      max_new_tokens: tokens to emit at most, one number or one a prompt; by default 128, or what `config` allows.
       stop_ids: ids that end a request; the id itself is emitted.
       loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch,
         results read one dispatch late) or "python" (one round a dispatch).
@@ -99,10 +100,17 @@ def generate(
         raise InputError(f"rounds_per_dispatch={rounds_per_dispatch}: must be at least 1")
     if num_draft_tokens < 1:
         raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
+    prompts = [np.asarray(prompt) for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        if prompt.ndim != 1:
+            raise InputError(
+                f"prompt {i}: expected a sequence of token ids, got shape {prompt.shape}: give a list of lists"
+            )
     if config is None:
+        max_new_tokens = 128 if max_new_tokens is None else max_new_tokens
         if drafter is None:
             num_draft_tokens = 1
-        limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        limits = np.atleast_1d(max_new_tokens).tolist()
         config = default_config(
             target, prompts, num_draft_tokens=num_draft_tokens, max_new_tokens=max(limits, default=0)
         )

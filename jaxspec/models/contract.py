@@ -6,15 +6,17 @@ Any function with this signature plugs in, whatever framework it comes from:
 
     params     the model's weights, any pytree
     tokens     int32[B, D], ids in [0, vocab_size); padded rows hold some id in range
-    positions  int32[B, D], absolute positions, ascending in a row
+    positions  int32[B, D], absolute positions, consecutive in a row. Padded rows may lie past context_len: compute
+               rotary angles, or clip before looking a position up in a table
     cache      `KVCache`, written and read through `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
-    metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows whose
-    logits are wanted logits     float32[B, D or K, V]
+    metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows
+               whose logits are wanted
+    logits     float32[B, D or K, V]
     hidden     [B, D, H], the residual stream after the final norm, all rows
     cache      the cache after the writes
 
-It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield anything
-finite.
+It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield
+anything, NaN included.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
 """One speculative round: prepare, draft, verify, commit. Pure functions of the state; `run_round` is their sequence.
 
-Notation: L is a request's committed length, the anchor is the token at position L. A round verifies the D rows L .. L +
-D - 1 (anchor and drafts), emits between 1 and D tokens and raises L by as many. Worked round, D = 4, L = 10, drafts x y
-z, target choices x y w .: two drafts are accepted, x y w are emitted, L becomes 13, and row 13, which holds K/V of the
-  rejected z, is overwritten next round.
+Notation: L is a request's committed length, the anchor is the token at position L. A round verifies the D rows at
+positions L .. L + D - 1 (anchor and drafts), emits between 1 and D tokens and raises L by as many.
+
+Worked round, D = 4, L = 10, drafts x y z, target choices x y w .: two drafts are accepted, x y w are emitted, L becomes
+13, and row 13, which holds K/V of the rejected z, is overwritten next round.
 """
 
 from typing import NamedTuple
@@ -72,7 +73,8 @@ class StepOutput:
     """What a round did.
 
     Attributes:
-      status: int32[], OK or OUT_OF_PAGES (then nothing else in the state has changed but what the sink holds).
+      status: int32[], OK or OUT_OF_PAGES; then tables, lengths and tokens are as they were, and so is every cell of the
+        cache outside the sink. The metadata buffers are scratch and may differ.
       tokens: int32[B, D], emitted tokens, 0 past `num_tokens`.
       num_tokens: int32[B], tokens emitted by each lane, 0 for lanes that took no part.
       num_drafts: int32[B], drafts that were proposed.

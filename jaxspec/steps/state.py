@@ -154,7 +154,9 @@ def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
             raise InputError(
                 f"prompt {i}: max_new_tokens={limit}, outside 0 .. {config.max_new_tokens} of the configuration"
             )
-        reach = min(prompt.size + limit + config.num_draft_tokens, config.context_len)
+        # The last round starts at length prompt + limit - 2; a request that wants one token at most sees no round.
+        reach = prompt.size if limit <= 1 else prompt.size + limit - 2 + config.num_draft_tokens
+        reach = min(reach, config.context_len)
         pages = -(-reach // config.page_size)
         if pages > config.full_pages() - 1:
             raise InputError(
@@ -200,6 +202,7 @@ def init_state(
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
     limits = [int(limit)] * len(prompts) if np.ndim(limit) == 0 else [int(n) for n in limit]
     _check(target, config, prompts, limits)
+    limits = [min(limit, config.context_len) for limit in limits]  # no request can emit more; keeps them in int32
     bad = [i for i in stop_ids if not 0 <= i < target.vocab_size]
     if bad:
         raise InputError(f"stop id {bad[0]} is outside 0 .. {target.vocab_size - 1}")
@@ -247,7 +250,7 @@ def init_state(
         free=pages.free,
         tokens=jnp.asarray(tokens),
         stop_ids=jnp.asarray(stops),
-        round_log=jnp.zeros((R, max(config.max_new_tokens, 1), 2), jnp.int32),
+        round_log=jnp.zeros((R, max(min(config.max_new_tokens, config.context_len), 1), 2), jnp.int32),
         packed=jnp.zeros((_PACKED_ROWS, max(R, 8)), jnp.int32),
         metadata=PackedMetadata.zeros(layout),
     )
