@@ -510,7 +510,11 @@ def test_the_module_runs_and_its_status_is_that_of_the_process(tmp_path):
 
 
 def test_a_real_interrupt(folder, tmp_path):
-    process = python_m("generate", f"--model={folder / 'target'}", "--prompt=a", f"--json={tmp_path / 'out.json'}")
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: undo it, whoever runs the tests.
+    process = python_m(
+        "generate", f"--model={folder / 'target'}", "--prompt=a", f"--json={tmp_path / 'out.json'}",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     while "compiling" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
