@@ -511,9 +511,14 @@ def test_the_module_runs_and_its_status_is_that_of_the_process(tmp_path):
 
 def test_a_real_interrupt(folder, tmp_path):
     # A shell starts background jobs with SIGINT ignored, and children inherit that: undo it, whoever runs the tests.
-    process = python_m(
-        "generate", f"--model={folder / 'target'}", "--prompt=a", f"--json={tmp_path / 'out.json'}",
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    start = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('jaxspec', run_name='__main__', alter_sys=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, "generate", f"--model={folder / 'target'}", "--prompt=a",
+         f"--json={tmp_path / 'out.json'}"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     while "compiling" not in process.stderr.readline():
         assert process.poll() is None
