@@ -39,20 +39,31 @@ class JsonFile:
             raise InputError(f"--json={target} cannot be written: {error.strerror or error}") from None
 
     def write(self, value: dict[str, Any]) -> None:
-        """Writes `value`; numbers that JSON has no word for become null."""
+        """Writes `value`; numbers that JSON has no word for become null.
+
+        Raises:
+          InputError: the file cannot be written after all, a full disk say.
+        """
         text = json.dumps(_finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
         data = text.encode("utf-8", errors="replace")  # a lone surrogate from a command line has no UTF-8
         if self.to_stdout:
             sys.stdout.write(data.decode())
             sys.stdout.flush()
-        elif self._path is not None and self._replaces():
-            try:
-                self._part().write_bytes(data)
-                os.replace(self._part(), self._path)
-            finally:
-                self._part().unlink(missing_ok=True)
         elif self._path is not None:
+            try:
+                self._save(data)
+            except OSError as error:
+                raise InputError(f"--json={self._path} cannot be written: {error.strerror or error}") from None
+
+    def _save(self, data: bytes) -> None:
+        if not self._replaces():
             self._path.write_bytes(data)
+            return
+        try:
+            self._part().write_bytes(data)
+            os.replace(self._part(), self._path)
+        finally:
+            self._part().unlink(missing_ok=True)
 
     def _replaces(self) -> bool:
         """False for a device or a pipe, which must be written to and not replaced."""

@@ -100,6 +100,8 @@ def generate(
         raise InputError(f"rounds_per_dispatch={rounds_per_dispatch}: must be at least 1")
     if num_draft_tokens < 1:
         raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
+    if not isinstance(params, Params):
+        raise InputError(f"params is a {type(params).__name__}: wrap the weights as jaxspec.Params(target, draft)")
     prompts = [np.asarray(prompt) for prompt in prompts]
     for i, prompt in enumerate(prompts):
         if prompt.ndim != 1:

@@ -160,15 +160,16 @@ def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
         pages = -(-reach // config.page_size)
         if pages > config.full_pages() - 1:
             raise InputError(
-                f"prompt {i} needs {pages} pages of {config.page_size} tokens; the pool has {config.full_pages() - 1}: "
-                "raise num_pages"
+                f"prompt {i} needs {pages} pages of {config.page_size} tokens to reach length {reach}; the pool has "
+                f"{config.full_pages() - 1} besides the sink page: raise num_pages to at least {pages + 1}"
             )
         if target.swa_window is not None:
             swa = min(pages, config.swa_pages_per_row(target.swa_window))
             if swa > config.swa_pages(target.swa_window) - 1:
                 raise InputError(
                     f"prompt {i} needs {swa} sliding-window pages; the pool has "
-                    f"{config.swa_pages(target.swa_window) - 1}: raise num_swa_pages"
+                    f"{config.swa_pages(target.swa_window) - 1} besides the sink page: raise num_swa_pages to at least "
+                    f"{swa + 1}"
                 )
 
 

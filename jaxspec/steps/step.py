@@ -107,6 +107,8 @@ def make_spec_step(
       >>> 1 <= int(out.num_tokens[0]) <= 4
       True
     """
+    if isinstance(drafter, str | type):
+        raise InputError(f"drafter={drafter!r}: give an instance, jaxspec.NgramDrafter() say, or None")
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
     if isinstance(drafter, DraftLM):
