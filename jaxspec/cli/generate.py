@@ -111,7 +111,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "dtype",
         "float32",
         ["float32", "bfloat16"],
-        "What is computed in. Ids surely equal plain decoding in float32 only.",
+        "What is computed in. In bfloat16 a near-tie may fall either way, so ids can differ from plain decoding.",
     )
 
 
