@@ -1,37 +1,43 @@
 """Fused metadata kernels for speculative decoding over paged caches, in Pallas, each with a jnp reference.
 
-    decode_metadata      lengths, prefix sums, FULL and SWA page tables of a forward
-    decode_lengths       the lengths alone (decode_lengths_packed: into a packed buffer)
-    draft_write_window   virtual, FULL and SWA write locations, positions, anchor tokens
+    decode_metadata         lengths, prefix sums, FULL and SWA page tables of a decode or verify forward
+    decode_lengths          the lengths alone
+    draft_extend_metadata   the same as decode_metadata for a ragged forward, and the prefix sums of its rows
+    kv_read_table           the page table of one pool
+    kv_read_stream          the slots of one pool that a batch reads, ragged
+    draft_write_window      virtual, FULL and SWA write locations, positions, anchor tokens
+    extend_cache_locs       virtual token ids of a ragged run of positions
 
-Destinations are DecodeTables and WindowBuffers (separate arrays) or PackedMetadata (one buffer of a MetadataLayout),
-and results alias them when they are donated. This package knows nothing of jaxspec.
+Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
+them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
+package knows nothing of jaxspec.
 """
 
-from pallas_kernels.backend import BACKENDS, BackendChoice, explain_backends
+from pallas_kernels.backend import BACKENDS, KERNELS, BackendChoice, explain_backends
 from pallas_kernels.buffers import DecodeTables, MetadataLayout, PackedMetadata, WindowBuffers
-from pallas_kernels.decode import (
-    decode_lengths,
-    decode_lengths_packed,
-    decode_lengths_reference,
-    decode_metadata,
-    decode_metadata_reference,
-)
-from pallas_kernels.window import draft_write_window, draft_write_window_reference
+from pallas_kernels.cache_locs import extend_cache_locs
+from pallas_kernels.checked import KernelFault
+from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
+from pallas_kernels.kv_read import kv_read_stream, kv_read_table
+from pallas_kernels.views import View
+from pallas_kernels.window import draft_write_window
 
 __all__ = [
     "BACKENDS",
+    "KERNELS",
     "BackendChoice",
     "DecodeTables",
+    "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
+    "View",
     "WindowBuffers",
     "decode_lengths",
-    "decode_lengths_packed",
-    "decode_lengths_reference",
     "decode_metadata",
-    "decode_metadata_reference",
+    "draft_extend_metadata",
     "draft_write_window",
-    "draft_write_window_reference",
     "explain_backends",
+    "extend_cache_locs",
+    "kv_read_stream",
+    "kv_read_table",
 ]

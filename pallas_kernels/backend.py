@@ -1,14 +1,26 @@
-"""Which implementation runs: the compiled Triton kernel, its interpreter, or the jnp reference."""
+"""Which executor runs an operation: the compiled kernels, the interpreter, the checked run, or the jnp reference."""
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
 from jax import lax
 
-BACKENDS = ("reference", "interpret", "triton")
-KERNELS = ("decode_metadata", "decode_lengths", "draft_write_window")
-MIN_CAPABILITY = (8, 0)  # of the CUDA device, for compiled Pallas Triton
+from pallas_kernels import checked, mosaic, triton
+from pallas_kernels.lanes import Operation
+
+BACKENDS = ("reference", "interpret", "checked", "triton", "mosaic")
+KERNELS = (
+    "decode_metadata",
+    "decode_lengths",
+    "draft_extend_metadata",
+    "kv_read_table",
+    "kv_read_stream",
+    "draft_write_window",
+    "extend_cache_locs",
+)
+CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
+_UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 
 
 class BackendChoice(NamedTuple):
@@ -17,6 +29,15 @@ class BackendChoice(NamedTuple):
     kernel: str
     backend: str
     reason: str
+
+
+# On an H200, 1000 turns in one command buffer, packed verify metadata, six shapes from B = 1 to 256: decode_metadata
+# and draft_write_window together add 1.9 to 2.9 us to a turn, the references as XLA fuses them 9.9 to 14.1 us.
+_PAIR = "with its companion 4.5 to 5.4 times faster than XLA's fusion of the references on an H200"
+_MEASURED = dict.fromkeys(KERNELS, "one launch; not timed on its own") | {
+    "decode_metadata": _PAIR,
+    "draft_write_window": _PAIR,
+}
 
 
 def check(backend: str | None) -> None:
@@ -28,46 +49,82 @@ def check(backend: str | None) -> None:
         )
 
 
-def run(backend: str | None, kernel: Callable, reference: Callable, *operands):
-    """Call `kernel(*operands, interpret=...)` or `reference(*operands)`.
+def run(operation: Operation, backend: str | None, inputs: tuple, outputs: tuple) -> tuple:
+    """The outputs after the operation, computed by a backend.
 
     With `backend=None` the choice is made when the program is lowered, not when it is traced: CUDA gets the kernel,
     any other platform the reference. So a program compiled for a GPU on a machine without one holds the kernel, and
     a CPU program never lowers it. The branch that is not taken leaves nothing behind: no launch, no copy.
     """
-    check(backend)
-    if backend == "reference" or (backend is None and _too_old(_capability())):
-        return reference(*operands)
+    if backend in _UNAVAILABLE and (reason := declined(backend, (*inputs, *outputs))):
+        raise ValueError(f"backend={backend!r}: {reason}; leave backend out, or name 'reference' or 'interpret'")
+    if backend == "checked":
+        return checked.launch(operation, tuple(inputs), outputs)
+    return _compiled(operation, backend, tuple(inputs), outputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(operation: Operation, backend: str | None, inputs: tuple, outputs: tuple) -> tuple:
+    chosen = backend or _fastest(_capability())[0]
+    if chosen == "reference" or operation.programs == 0:
+        return operation.reference(inputs, outputs)
+    launch = {"triton": triton.launch, "mosaic": mosaic.launch, "interpret": _interpret}[chosen]
+    kernel = functools.partial(launch, operation)
     if backend is None:
-        return lax.platform_dependent(*operands, cuda=lambda *a: kernel(*a, interpret=False), default=reference)
-    return kernel(*operands, interpret=backend == "interpret")
+        return lax.platform_dependent(inputs, outputs, cuda=kernel, default=operation.reference)
+    return kernel(inputs, outputs)
 
 
-# On an H200, 1000 turns in one command buffer, packed verify metadata, six shapes from B = 1 to 256: decode_metadata
-# and draft_write_window together add 1.9 to 2.9 us to a turn, the references as XLA fuses them 9.9 to 14.1 us.
-_PAIR = "with its companion 4.5 to 5.4 times faster than XLA's fusion of the references on an H200"
-_MEASURED = {
-    "decode_metadata": _PAIR,
-    "decode_lengths": "one launch; not timed on its own",
-    "draft_write_window": _PAIR,
-}
+_interpret = functools.partial(triton.launch, interpret=True)
+
+
+def declined(backend: str, arrays: tuple = ()) -> str | None:
+    """Why a compiled backend will not run on these arrays here, or None.
+
+    Traced arrays have no device yet and are not asked for one: a program may be compiled for a GPU that is not there.
+    """
+    if reason := _UNAVAILABLE[backend]():
+        return reason
+    capability = _capability()
+    if capability is not None and capability < CAPABILITY[backend]:
+        return (
+            f"it needs a CUDA device of compute capability {_dotted(CAPABILITY[backend])} or newer; found {_device()}"
+        )
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return None
+    elsewhere = {d for a in arrays if isinstance(a, jax.Array) for d in a.devices() if d.platform != "gpu"}
+    if elsewhere or capability is None:
+        found = ", ".join(sorted(str(d) for d in elsewhere)) or _device()
+        return f"it runs on arrays on a CUDA device; found {found}"
+    return None
 
 
 def explain_backends() -> list[BackendChoice]:
     """For each kernel the backend that `backend=None` takes for the default device, and why.
 
-    >>> [c.kernel for c in explain_backends()]
-    ['decode_metadata', 'decode_lengths', 'draft_write_window']
+    >>> [c.kernel for c in explain_backends()][:3]
+    ['decode_metadata', 'decode_lengths', 'draft_extend_metadata']
     """
     capability = _capability()
-    if capability is None or _too_old(capability):
-        device = jax.devices()[0]
-        found = f"{device.device_kind} ({device.platform})"
-        if capability is not None:
-            found = f"{device.device_kind} (compute capability {capability[0]}.{capability[1]})"
-        reason = f"compiled Pallas Triton needs a CUDA device of compute capability 8.0 or newer; found {found}"
+    if capability is None:
+        reason = f"the compiled kernels need a CUDA device; found {_device()}"
         return [BackendChoice(kernel, "reference", reason) for kernel in KERNELS]
-    return [BackendChoice(kernel, "triton", f"a CUDA device; {_MEASURED[kernel]}") for kernel in KERNELS]
+    backend, reason = _fastest(capability)
+    measured = {kernel: f"; {_MEASURED[kernel]}" if backend == "triton" else "" for kernel in KERNELS}
+    return [BackendChoice(kernel, backend, reason + measured[kernel]) for kernel in KERNELS]
+
+
+def _fastest(capability: tuple[int, int] | None) -> tuple[str, str]:
+    """(backend, reason) for CUDA: Triton, whose launches are shorter on an H200; Mosaic where there is no Triton."""
+    reasons = []
+    for backend in ("triton", "mosaic"):
+        reason = _UNAVAILABLE[backend]()
+        if reason is None and capability is not None and capability < CAPABILITY[backend]:
+            reason = f"{backend} needs compute capability {_dotted(CAPABILITY[backend])} or newer; found {_device()}"
+        if reason is None:
+            return backend, "a CUDA device" + "".join(f"; {r}" for r in reasons)
+        reasons.append(reason)
+    return "reference", "; ".join(reasons)
 
 
 def _capability() -> tuple[int, int] | None:
@@ -80,5 +137,10 @@ def _capability() -> tuple[int, int] | None:
     return int(major), int(minor or 0)
 
 
-def _too_old(capability: tuple[int, int] | None) -> bool:
-    return capability is not None and capability < MIN_CAPABILITY
+def _device() -> str:
+    device, capability = jax.devices()[0], _capability()
+    return f"{device.device_kind} ({f'compute capability {_dotted(capability)}' if capability else device.platform})"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -11,26 +11,32 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.views import Array, Section, View, row_major, section
+
 ALIGNMENT = 32  # int32 cells: sections start on 128 bytes, one coalesced transaction
 
 
 class DecodeTables(NamedTuple):
-    """What attention reads for a batch of B requests.
+    """What attention reads for a batch of B requests. Each field is an array or a View.
 
     cache_seqlens    int32[B]     keys each request attends to, in tokens
     cu_seqlens_k     int32[B + 1] exclusive prefix sums of cache_seqlens, its total last
-    page_table       int32[B, P]  physical FULL page of each page of the sequence
+    page_table       int32[B, P]  physical FULL page of each page of the sequence; None where only lengths are wanted
     swa_page_table   int32[B, P]  the same in the sliding-window pool, or None for a model without one
+    cu_seqlens_q     int32[B + 1] exclusive prefix sums of the rows each request computes; of a draft extend only
     """
 
-    cache_seqlens: jax.Array
-    cu_seqlens_k: jax.Array
-    page_table: jax.Array
-    swa_page_table: jax.Array | None = None
+    cache_seqlens: Array
+    cu_seqlens_k: Array
+    page_table: Array | None = None
+    swa_page_table: Array | None = None
+    cu_seqlens_q: Array | None = None
 
 
 class WindowBuffers(NamedTuple):
     """Where the D rows of each of B requests are written in one forward. Locations are token slots.
+
+    Each field is an array or a View.
 
     virtual_loc   int32[B, D]  virtual token id
     full_loc      int32[B, D]  slot in the FULL pool
@@ -39,19 +45,11 @@ class WindowBuffers(NamedTuple):
     anchor_ids    int32[B, D]  token ids of the rows, of which column 0 is the anchor token, or None
     """
 
-    virtual_loc: jax.Array
-    full_loc: jax.Array
-    swa_loc: jax.Array | None
-    positions: jax.Array
-    anchor_ids: jax.Array | None = None
-
-
-class Section(NamedTuple):
-    """Place of one named array: cells [offset, offset + prod(shape)) of flat buffer number `buffer`, row-major."""
-
-    buffer: int
-    offset: int
-    shape: tuple[int, ...]
+    virtual_loc: Array
+    full_loc: Array
+    swa_loc: Array | None
+    positions: Array
+    anchor_ids: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +58,9 @@ class MetadataLayout:
 
     >>> layout = MetadataLayout(B=2, D=4, P=8, has_swa=False)
     >>> layout.sections["page_table"]
-    Section(buffer=0, offset=64, shape=(2, 8))
+    Section(buffer=0, offset=64, shape=(2, 8), strides=(8, 1), columns=None)
     >>> layout.size
-    224
+    256
     """
 
     B: int
@@ -99,6 +97,7 @@ def _sections(layout: MetadataLayout) -> tuple[dict[str, Section], int]:
         "cu_seqlens_k": (layout.B + 1,),
         "page_table": table,
         "swa_page_table": table,
+        "cu_seqlens_q": (layout.B + 1,),
         "virtual_loc": window,
         "full_loc": window,
         "swa_loc": window,
@@ -108,7 +107,7 @@ def _sections(layout: MetadataLayout) -> tuple[dict[str, Section], int]:
     sections, end = {}, 0
     for name, shape in shapes.items():
         if layout.has_swa or not name.startswith("swa_"):
-            sections[name] = Section(0, end, shape)
+            sections[name] = Section(0, end, shape, row_major(shape))
             end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
     return sections, end
 
@@ -148,15 +147,16 @@ class PackedMetadata:
 
     def _view(self, name: str) -> jax.Array | None:
         section = self.layout.sections.get(name)
-        return None if section is None else read(self.buffer, section)
+        return None if section is None else section.read((self.buffer,))
 
 
 Out = DecodeTables | WindowBuffers | PackedMetadata
+OPTIONAL = {"page_table", "swa_page_table", "cu_seqlens_q", "swa_loc", "anchor_ids"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Destination:
-    """Static description of where a kernel writes: the section of each name, over a tuple of flat int32 buffers."""
+    """Static description of where a kernel writes: the section of each name, over a tuple of int32 operands."""
 
     sections: tuple[tuple[str, Section], ...]
 
@@ -166,38 +166,49 @@ class Destination:
     def __contains__(self, name: str) -> bool:
         return name in dict(self.sections)
 
-    def write(self, buffers: tuple, values: dict) -> tuple:
-        """The buffers with whole sections replaced by `values` (name to array); the jnp counterpart of the stores."""
-        buffers = list(buffers)
+    def read(self, buffers: tuple, name: str) -> jax.Array:
+        """The section as an array of its own, in jnp."""
+        return self[name].read(buffers)
+
+    def write(self, buffers: tuple, values: dict[str, jax.Array]) -> tuple:
+        """The buffers with whole sections replaced, in jnp: the counterpart of a kernel's stores."""
         for name, value in values.items():
-            section, flat = self[name], value.reshape(-1)
-            old = buffers[section.buffer]
-            whole = flat.size == old.size
-            end = section.offset + flat.size
-            buffers[section.buffer] = flat if whole else old.at[section.offset : end].set(flat)
-        return tuple(buffers)
+            buffers = self[name].write(buffers, value)
+        return buffers
 
 
-def read(buffer: jax.Array, section: Section) -> jax.Array:
-    """The section of a flat buffer in its own shape."""
-    end = section.offset + math.prod(section.shape)
-    return buffer[section.offset : end].reshape(section.shape)
-
-
-def flatten(out: Out, names: tuple[str, ...]) -> tuple[tuple[jax.Array, ...], Destination]:
-    """Flat buffers and their description: one of each named array that is not None, or the packed buffer alone."""
+def flatten(out: Out | dict[str, Array | None], names: tuple[str, ...]) -> tuple[tuple[jax.Array, ...], Destination]:
+    """The operands that hold the named fields of `out`, and where in them: the packed buffer alone, or one operand for
+    each array that is there and each distinct buffer of a View."""
     if isinstance(out, PackedMetadata):
         return (out.buffer,), Destination(tuple((n, s) for n, s in out.layout.sections.items() if n in names))
-    arrays = [(name, getattr(out, name)) for name in names if getattr(out, name) is not None]
-    sections = tuple((name, Section(i, 0, array.shape)) for i, (name, array) in enumerate(arrays))
-    return tuple(array.reshape(-1) for _, array in arrays), Destination(sections)
+    operands, sections = {}, []
+    for name, array in _fields(out).items():
+        if name in names and array is not None:
+            holder = array.buffer if isinstance(array, View) else array
+            number = list(operands).index(id(holder)) if id(holder) in operands else len(operands)
+            operands[id(holder)] = holder
+            sections.append((name, section(f"out.{name}" if len(names) > 1 else name, array, number, written=True)))
+    return tuple(operands.values()), Destination(tuple(sections))
 
 
-def unflatten(out: Out, buffers: tuple, destination: Destination):
-    """`out` with its buffers replaced; the inverse of `flatten`."""
+def unflatten(out: Out | dict[str, Array | None], buffers: tuple, destination: Destination):
+    """`out` with its operands replaced; the inverse of `flatten`."""
     if isinstance(out, PackedMetadata):
         return dataclasses.replace(out, buffer=buffers[0])
-    return out._replace(**{name: buffers[s.buffer].reshape(s.shape) for name, s in destination.sections})
+    fields = _fields(out)
+    holder = lambda array: array.buffer if isinstance(array, View) else array  # noqa: E731
+    replaced = {id(holder(fields[name])): buffers[place.buffer] for name, place in destination.sections}
+    new = {}
+    for name, old in fields.items():  # a View of a buffer that was written through another one changes with it
+        buffer = replaced.get(id(holder(old)))
+        if old is not None and buffer is not None:
+            new[name] = dataclasses.replace(old, buffer=buffer) if isinstance(old, View) else buffer
+    return {**out, **new} if isinstance(out, dict) else out._replace(**new)
+
+
+def _fields(out) -> dict[str, Array | None]:
+    return out if isinstance(out, dict) else out._asdict()
 
 
 def check(out: Out, kind: type, batch: int) -> None:
@@ -205,28 +216,29 @@ def check(out: Out, kind: type, batch: int) -> None:
     if isinstance(out, PackedMetadata):
         size = (out.layout.size,)
         if out.buffer.shape != size or out.buffer.dtype != jnp.int32:
-            raise ValueError(f"out.buffer is {_describe(out.buffer)}: {out.layout} needs int32{list(size)}")
+            raise ValueError(f"out.buffer is {describe(out.buffer)}: {out.layout} needs int32{list(size)}")
         if batch != out.layout.B:
             raise ValueError(f"out.layout.B={out.layout.B}, but seq_lens or start has {batch} rows: make them equal")
         return
     if not isinstance(out, kind):
         raise ValueError(f"out is a {type(out).__name__}: give a {kind.__name__} or a PackedMetadata")
-    rows = {"cache_seqlens": (batch,), "cu_seqlens_k": (batch + 1,)}
+    rows = {"cache_seqlens": (batch,), "cu_seqlens_k": (batch + 1,), "cu_seqlens_q": (batch + 1,)}
     matrix = out.page_table if kind is DecodeTables else out.virtual_loc
     columns = matrix.shape[1] if getattr(matrix, "ndim", 0) == 2 else "columns"
-    optional = {"swa_page_table", "swa_loc", "anchor_ids"}
     for name, array in zip(out._fields, out, strict=True):
-        if array is None and name in optional:
-            continue
-        check_array(f"out.{name}", array, rows.get(name, (batch, columns)))
+        if array is not None or name not in OPTIONAL:
+            check_array(f"out.{name}", array, rows.get(name, (batch, columns)))
 
 
-def check_array(name: str, array: jax.Array, shape: tuple) -> None:
-    """Raise ValueError unless `array` is int32 of exactly `shape`."""
+def check_array(name: str, array: Array, shape: tuple) -> None:
+    """Raise ValueError unless `array` is an int32 array or View of exactly `shape`."""
     if getattr(array, "shape", None) != shape or array.dtype != jnp.int32:
         wanted = ", ".join(map(str, shape))
-        raise ValueError(f"{name} is {_describe(array)}: a destination must be int32[{wanted}]")
+        raise ValueError(f"{name} is {describe(array)}: a destination must be int32[{wanted}]")
 
 
-def _describe(array) -> str:
-    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+def describe(array) -> str:
+    """An array in words: dtype and shape, or what else it is."""
+    if not hasattr(array, "dtype"):
+        return type(array).__name__
+    return f"{'a View of ' if isinstance(array, View) else ''}{array.dtype}{list(array.shape)}"

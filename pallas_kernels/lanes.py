@@ -1,58 +1,113 @@
-"""The few operations kernel bodies are made of: vectors of int32 lanes, masked loads and stores.
+"""The language kernel bodies are written in: vectors of int32 lanes, masked loads and stores, sums, loops.
 
-Kernel bodies use these and `pl.program_id`, `pl.when`, `lax.fori_loop`, so another executor has one module to replace.
+A body is written once, as a function of an executor's `Lanes`, and runs wherever there is an executor:
 
-Rules that these helpers keep:
+    triton      pallas_kernels/triton.py    compiled Pallas Triton; the same module interprets it on a CPU
+    mosaic      pallas_kernels/mosaic.py    compiled Pallas Mosaic GPU
+    checked     pallas_kernels/checked.py   NumPy, one program after another, every access checked
+
+    def body(lanes, program, ins, outs):
+        lane = lanes.iota(lanes.width(8, 32))
+        live = lane < 8
+        lanes.store(outs[0], (lane,), lanes.load(ins[0], (lane,), live, 0) + 1, live)
+
+Values are int32 and bool, scalars or vectors, with Python's operators (+ - * << >> & | and comparisons); integers
+written in a body are constants. Rules:
 
 * A vector has a power-of-two number of lanes (`width`); spare lanes are masked off.
 * A lane whose mask is False touches no memory: a load gives it `other`, a store skips it.
-* One index a dimension and access: `ref.at[rows, columns]`, never a slice of a slice.
-* Constants are NumPy scalars, so that nothing widens to 64 bits when x64 is on.
+* One index a dimension: a scalar or a vector, never a slice. A live lane's index is in range and not negative.
+* No two lanes of one store, masked ones included, have the same index: an interpreted store writes the old value back
+  through a masked lane.
+* A cell is written by one program; a program reads no cell that another one writes.
 """
+
+import abc
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton as pltriton
+from jax.experimental import pallas as pl
 
-WARPS = 4  # of each program; the best of 1 to 8 for every shape measured on an H200
-
-
-def compiler_params() -> pltriton.CompilerParams:
-    """Options of every launch. Always passed: without them jax 0.10 would lower through Mosaic GPU instead."""
-    return pltriton.CompilerParams(num_warps=WARPS, num_stages=1)
+Value = Any  # an int32 or bool scalar or vector of the executor at hand
 
 
-def width(count: int, most: int) -> int:
-    """Lanes for `count` items: the next power of two, at least one warp, at most `most` (itself a power of two)."""
-    return min(max(32, 1 << max(0, count - 1).bit_length()), most)
+class Operation(Protocol):
+    """A kernel with its reference: a frozen, hashable description of one call, all shapes static.
+
+    name        what profilers and error messages call it
+    programs    programs of the launch; 0 leaves the work to the reference
+    labels      name of each input, for error messages
+    """
+
+    name: str
+    programs: int
+    labels: tuple[str, ...]
+
+    def body(self, lanes: "Lanes", program: Value, ins: tuple, outs: tuple) -> None:
+        """One program of the kernel, in the lane language. `ins` and `outs` are references to whole arrays."""
+
+    def reference(self, inputs: tuple, outputs: tuple) -> tuple:
+        """The same function of the same arrays in plain jnp: the outputs after the call."""
 
 
-def iota(lanes: int):
-    """int32[lanes]: 0, 1, 2, ..."""
-    return lax.iota(jnp.int32, lanes)
+class Lanes(abc.ABC):
+    """The language. What all executors that trace with jax share stands here."""
 
+    least = 32  # lanes of the smallest vector: a warp
 
-def load(ref, index, mask, other: int):
-    """ref[index] where mask, `other` elsewhere. `index` is a tuple with a scalar or a vector for each dimension."""
-    return pltriton.load(ref.at[index], mask=mask, other=np.int32(other))
+    def width(self, count: int, most: int) -> int:
+        """Lanes for `count` items: the next power of two, at least one warp, at most `most` (itself a power of two)."""
+        return min(max(self.least, 1 << max(0, count - 1).bit_length()), most)
 
+    def iota(self, count: int) -> Value:
+        """0, 1, 2, ... count - 1."""
+        return lax.iota(jnp.int32, count)
 
-def load_scalar(ref, index):
-    """ref[index] for scalars; the index must be in range."""
-    return ref[index]
+    @abc.abstractmethod
+    def load(self, ref, index: tuple, mask: Value | None = None, other: int = 0) -> Value:
+        """ref[index] where mask, `other` elsewhere. Without a mask the index is made of scalars."""
 
+    @abc.abstractmethod
+    def store(self, ref, index: tuple, value: Value, mask: Value | None = None) -> None:
+        """ref[index] = value where mask. Without a mask the index is made of scalars."""
 
-def store(ref, index, value, mask):
-    """ref[index] = value where mask. No two lanes, masked ones included, may share an index."""
-    pltriton.store(ref.at[index], value, mask=mask)
+    def where(self, condition: Value, a: Value, b: Value) -> Value:
+        """a where condition, b elsewhere."""
+        return jnp.where(condition, a, b)
 
+    def minimum(self, a: Value, b: Value) -> Value:
+        """The smaller of a and b, lane by lane."""
+        return jnp.minimum(a, b)
 
-def div(a, b: int):
-    """a // b for a >= 0 and a constant b > 0; truncating, which is one instruction less than Python's floor."""
-    return lax.div(a, np.int32(b))
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger of a and b, lane by lane."""
+        return jnp.maximum(a, b)
 
+    def div(self, a: Value, b: int) -> Value:
+        """a / b for a constant b > 0, cut towards zero, which is one instruction less than rounding down."""
+        return lax.div(a, np.int32(b))
 
-def cdiv(a, b: int):
-    """a / b rounded up, for a > -b; smaller a give a value <= 0 too."""
-    return lax.div(a + np.int32(b - 1), np.int32(b))
+    def cdiv(self, a: Value, b: int) -> Value:
+        """a / b rounded up, for a > -b; smaller a give a value <= 0 too."""
+        return self.div(a + np.int32(b - 1), b)
+
+    def sum(self, vector: Value) -> Value:
+        """The sum of all lanes, a scalar."""
+        return jnp.sum(vector, dtype=jnp.int32)
+
+    @abc.abstractmethod
+    def prefix_sum(self, vector: Value) -> Value:
+        """The sum of each lane and those before it."""
+
+    def when(self, condition: Value, action) -> None:
+        """action() where the scalar condition holds."""
+        pl.when(condition)(action)
+
+    def loop(self, lower: Value, upper: Value, step, carry: Value | None = None) -> Value | None:
+        """carry = step(i, carry) for i from lower to upper - 1, both known only at run time; the last carry.
+
+        A carry is one int32 scalar that the step computes, or None.
+        """
+        return lax.fori_loop(lower, upper, step, carry)

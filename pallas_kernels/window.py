@@ -4,47 +4,32 @@ A program handles 128 of the B * D rows, whatever request they belong to, so D n
 """
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+from jax import lax
 
 from pallas_kernels import backend as backends
-from pallas_kernels import buffers, lanes, operands, reference
+from pallas_kernels import buffers, operands
 from pallas_kernels.buffers import Destination, PackedMetadata, WindowBuffers
-from pallas_kernels.operands import PageMap, Source
+from pallas_kernels.lanes import Lanes
+from pallas_kernels.operands import Inputs, PageMap, Source, scalar_array, scalar_value
+from pallas_kernels.views import Array, Section
 
 BLOCK = 128  # rows of the forward a program handles
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """Static description of a call; limit is None, a number of tokens, or 'operand' for one known at run time."""
-
-    B: int
-    D: int
-    source: Source
-    full: PageMap
-    swa: PageMap | None
-    destination: Destination
-    map_operands: int
-    has_anchor: bool
-    limit: int | str | None
-
-
 def draft_write_window(
-    start,
-    req_rows,
-    source,
+    start: Array,
+    req_rows: Array,
+    source: Array,
     out: WindowBuffers | PackedMetadata,
     *,
     page_size: int,
     granularity: str = "page",
-    anchor=None,
-    v2p=None,
-    full_v2p=None,
-    swa_v2p=None,
+    anchor: Array | None = None,
+    v2p: Array | None = None,
+    full_v2p: Array | None = None,
+    swa_v2p: Array | None = None,
     limit=None,
     backend: str | None = None,
 ):
@@ -98,102 +83,87 @@ def draft_write_window(
     operands.check_integers("req_rows", req_rows, 1, batch)
     buffers.check(out, WindowBuffers, batch)
     flat, destination = buffers.flatten(out, WindowBuffers._fields)
-    tables, full, swa = operands.make_maps(v2p, full_v2p, swa_v2p, None, "swa_loc" in destination)
-    extra = []
-    if anchor is not None:
-        operands.check_integers("anchor", anchor, 1, batch)
-        if "anchor_ids" not in destination:
-            raise ValueError("anchor was given but out.anchor_ids is None: give a destination or leave anchor out")
-        extra.append(anchor)
-    limit = _check_limit(limit)
-    if isinstance(limit, jax.Array):
-        extra.append(limit)
-        limit = "operand"
-    spec = _Spec(
+    inputs = Inputs()
+    starts = inputs.add("start", start, 1, batch)
+    rows = inputs.add("req_rows", req_rows, 1, batch)
+    table = operands.make_source(inputs, source, granularity, page_size)
+    full, swa = operands.make_maps(inputs, v2p, full_v2p, swa_v2p, None, "swa_loc" in destination)
+    if anchor is not None and "anchor_ids" not in destination:
+        raise ValueError("anchor was given but out.anchor_ids is None: give a destination or leave anchor out")
+    operation = Window(
         B=batch,
         D=destination["positions"].shape[1],
-        source=operands.make_source(source, granularity, page_size),
-        full=full,
-        swa=swa,
         destination=destination,
-        map_operands=len(tables),
-        has_anchor=anchor is not None,
-        limit=limit,
+        starts=starts,
+        req_rows=rows,
+        source=table,
+        maps=tuple(pair for pair in (("full_loc", full), ("swa_loc", swa)) if pair[1] is not None),
+        anchor=None if anchor is None else inputs.add("anchor", anchor, 1, batch),
+        limit=None if limit is None else inputs.scalar("limit", limit),
+        labels=tuple(inputs.labels),
     )
-    if spec.B * spec.D == 0:
+    if operation.B * operation.D == 0:
         return out
-    inputs = tuple(map(operands.as_int32, (start, req_rows, source, *tables, *extra)))
-    return buffers.unflatten(out, _window(spec, backend, inputs, flat), destination)
+    return buffers.unflatten(out, backends.run(operation, backend, inputs.arrays, flat), destination)
 
 
-def draft_write_window_reference(*args, **kwargs):
-    """`draft_write_window` with backend='reference': the same arguments and result, computed with plain jnp."""
-    return draft_write_window(*args, **kwargs, backend="reference")
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One call: an `Operation` (see lanes.py). `maps` pairs a destination with its map; limit is a number of tokens."""
 
+    B: int
+    D: int
+    destination: Destination
+    starts: Section
+    req_rows: Section
+    source: Source
+    maps: tuple[tuple[str, PageMap], ...]
+    anchor: Section | None
+    limit: int | Section | None
+    labels: tuple[str, ...]
+    name = "draft_write_window"
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _window(spec: _Spec, backend: str | None, inputs: tuple, flat: tuple) -> tuple:
-    launch, plain = functools.partial(_launch, spec), functools.partial(reference.window, spec)
-    return backends.run(backend, launch, plain, inputs, flat)
+    @property
+    def programs(self) -> int:
+        return -(-self.B * self.D // BLOCK)
 
+    def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
+        item = lanes.iota(lanes.width(self.B * self.D, BLOCK)) + program * BLOCK
+        valid = item < self.B * self.D
+        b = lanes.div(item, self.D)
+        draft = item - b * self.D
+        start = self.starts.load(lanes, ins, (b,), valid)
+        row = self.source.row(lanes, self.req_rows.load(lanes, ins, (b,), valid))
+        position = start + draft
+        live = valid
+        if self.limit is not None:
+            live = live & (position < scalar_value(self.limit, lanes, ins))
+        entry, live = self.source.load(lanes, ins, row, position, live)
+        page, offset = self.source.split(entry, position)
+        values = {"positions": position, "virtual_loc": lanes.where(live, self.source.virtual(lanes, entry, offset), 0)}
+        for name, page_map in self.maps:
+            physical = page_map.load(lanes, ins, page, offset, self.source.shift, live)
+            values[name] = lanes.where(physical < 0, 0, (physical << self.source.shift) + offset)
+        masks = dict.fromkeys(values, valid)
+        if self.anchor is not None:
+            masks["anchor_ids"] = valid & (draft == 0)
+            values["anchor_ids"] = self.anchor.load(lanes, ins, (b,), masks["anchor_ids"])
+        for name, value in values.items():  # after every load: a store would hold the later ones back
+            self.destination[name].store(lanes, outs, (b, draft), value, masks[name])
 
-def _launch(spec: _Spec, inputs: tuple, flat: tuple, *, interpret: bool) -> tuple:
-    """One pallas_call over all rows, its outputs aliasing the destination buffers."""
-    count = lanes.width(spec.B * spec.D, BLOCK)
-
-    def kernel(*refs):
-        _write(spec, pl.program_id(0) * count + lanes.iota(count), refs[: len(inputs)], refs[len(inputs) + len(flat) :])
-
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=(-(-spec.B * spec.D // count),),
-            name="draft_write_window",
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat],
-            input_output_aliases={len(inputs) + i: i for i in range(len(flat))},
-            compiler_params=lanes.compiler_params(),
-            interpret=interpret,
-        )(*inputs, *flat)
-    )
-
-
-def _write(spec: _Spec, item, ins: tuple, outs: tuple) -> None:
-    """Rows `item` (a vector of lanes) of the B * D rows, request by request."""
-    start, req_rows, source, *rest = ins
-    tables, rest = rest[: spec.map_operands], rest[spec.map_operands :]
-    shift = spec.source.shift
-    valid = item < spec.B * spec.D
-    batch_row = lanes.div(item, spec.D)
-    draft = item - batch_row * spec.D
-    first = lanes.load(start, (batch_row,), valid, 0)
-    source_row = spec.source.row(lanes.load(req_rows, (batch_row,), valid, 0))
-    position = first + draft
-    column = spec.source.column(position)
-    live = valid & (column >= 0) & (column < spec.source.columns)
-    if spec.limit is not None:
-        live &= position < (lanes.load_scalar(rest[-1], (0,)) if spec.limit == "operand" else spec.limit)
-    entry = lanes.load(source, (source_row, column), live, -1)
-    page, offset = spec.source.split(entry, position)
-    values = {"positions": position, "virtual_loc": jnp.where(live, spec.source.virtual(entry, offset), 0)}
-    for name, page_map in (("full_loc", spec.full), ("swa_loc", spec.swa)):
-        if page_map is not None:
-            physical = page_map.lookup(tables, page, offset, shift, live)
-            values[name] = jnp.where(physical < 0, 0, (physical << shift) + offset)
-    masks = dict.fromkeys(values, valid)
-    if spec.has_anchor:
-        masks["anchor_ids"] = valid & (draft == 0)
-        values["anchor_ids"] = lanes.load(rest[0], (batch_row,), masks["anchor_ids"], 0)
-    for name, value in values.items():  # after every load: a store would hold the later ones back
-        section = spec.destination[name]
-        lanes.store(outs[section.buffer], (item + section.offset,), value, masks[name])
-
-
-def _check_limit(limit):
-    """None, a Python integer that fits int32, or an int32[1] array."""
-    if limit is None:
-        return None
-    if not hasattr(limit, "dtype"):
-        return min(max(operands.check_static("limit", limit), 0), 2**31 - 1)
-    if limit.size != 1 or not jnp.issubdtype(limit.dtype, jnp.integer):
-        raise ValueError(f"limit is {limit.dtype}{list(limit.shape)}: it must be one integer, a number of tokens")
-    return operands.as_int32(limit).reshape(1)
+    def reference(self, inputs: tuple, outputs: tuple) -> tuple:
+        position = self.starts.read(inputs)[:, None] + lax.iota(jnp.int32, self.D)[None, :]
+        live = jnp.ones(position.shape, bool)
+        if self.limit is not None:
+            live = position < scalar_array(self.limit, inputs)
+        entry, live = self.source.gather(inputs, self.req_rows.read(inputs)[:, None], position, live)
+        page, offset = self.source.split(entry, position)
+        page = jnp.where(live, page, -1)
+        values = {"positions": position, "virtual_loc": jnp.where(live, self.source.virtual(jnp, entry, offset), 0)}
+        for name, page_map in self.maps:
+            physical = page_map.gather(inputs, page, offset, self.source.shift)
+            values[name] = jnp.where(physical < 0, 0, (physical << self.source.shift) + offset)
+        if self.anchor is not None:
+            old = self.destination.read(outputs, "anchor_ids")
+            values["anchor_ids"] = old.at[:, 0].set(self.anchor.read(inputs))
+        return self.destination.write(outputs, values)

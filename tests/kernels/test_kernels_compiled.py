@@ -6,12 +6,12 @@ import kernel_aot as aot
 import pytest
 
 from pallas_kernels import (
+    KERNELS,
     DecodeTables,
     MetadataLayout,
     PackedMetadata,
     WindowBuffers,
     decode_lengths,
-    decode_lengths_packed,
     decode_metadata,
     draft_write_window,
     explain_backends,
@@ -52,9 +52,7 @@ def decode_static(backend):
 
 def lengths(backend):
     def call(out, seq_lens):
-        if isinstance(out, PackedMetadata):
-            return decode_lengths_packed(seq_lens, out, backend=backend)
-        return decode_lengths(seq_lens, *out, backend=backend)
+        return decode_lengths(seq_lens, out, backend=backend)
 
     return call
 
@@ -91,7 +89,7 @@ CALLS = {  # name: (function of a backend, destination and operands, launches it
     "decode, separate": (decode, (TABLES, *ROWS, int32(NV, 2)), 1),
     "decode, static SWA map": (decode_static, (TABLES, *ROWS, int32(NV), int32(NV * 64)), 1),
     "lengths, packed": (lengths, (PACKED, int32(B)), 1),
-    "lengths, separate": (lengths, ((int32(B), int32(B + 1)), int32(B)), 1),
+    "lengths, separate": (lengths, (DecodeTables(int32(B), int32(B + 1)), int32(B)), 1),
     "window, packed": (window, (PACKED, *WINDOW_OPERANDS), 1),
     "window, separate": (window, (BUFFERS, *WINDOW_OPERANDS), 1),
     "window, separate maps": (window_separate, (BUFFERS._replace(anchor_ids=None), *ROWS, int32(NV), int32(NV)), 1),
@@ -151,10 +149,10 @@ def test_the_launch_count_sees_the_copies_of_a_destination_that_is_not_donated()
 
 def test_explain_backends_names_every_kernel_and_a_reason():
     choices = explain_backends()
-    assert [c.kernel for c in choices] == ["decode_metadata", "decode_lengths", "draft_write_window"]
+    assert [c.kernel for c in choices] == list(KERNELS)
     if jax.default_backend() == "cpu":
         assert {c.backend for c in choices} == {"reference"}
-        assert all("compute capability 8.0" in c.reason and "cpu" in c.reason for c in choices)
+        assert all("need a CUDA device" in c.reason and "cpu" in c.reason for c in choices)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 
-from pallas_kernels import decode_lengths, decode_metadata, draft_write_window
+from pallas_kernels import DecodeTables, decode_lengths, decode_metadata, draft_write_window
 
 ARCHIVE = np.load(pathlib.Path(__file__).parents[1] / "data" / "translated.npz")
 META = json.loads(bytes(ARCHIVE["meta"]).decode())
@@ -63,8 +63,8 @@ def test_decode_metadata(case, backend):
 def test_decode_lengths(case, backend):
     inputs, expected = arrays(case, "in"), arrays(case, "out")
     out = [jnp.full(expected[name].shape, cases.STALE, jnp.int32) for name in ("cache_seqlens", "cu_seqlens_k")]
-    lengths, prefix = decode_lengths(
-        inputs["seq_lens"], *out, seq_len_delta=META[case]["seq_len_delta"], backend=backend
+    lengths, prefix, *_ = decode_lengths(
+        inputs["seq_lens"], DecodeTables(*out), seq_len_delta=META[case]["seq_len_delta"], backend=backend
     )
     np.testing.assert_array_equal(lengths, expected["cache_seqlens"])
     np.testing.assert_array_equal(prefix, expected["cu_seqlens_k"])
