@@ -1,0 +1,142 @@
+"""One call of every operation in each form that lowers differently: for compiling, for the sanitizer, for pointers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import (
+    DecodeTables,
+    MetadataLayout,
+    PackedMetadata,
+    View,
+    WindowBuffers,
+    decode_lengths,
+    decode_metadata,
+    draft_extend_metadata,
+    draft_write_window,
+    extend_cache_locs,
+    kv_read_stream,
+    kv_read_table,
+)
+
+B, D, P, R, NV, N = 5, 4, 300, 7, 99, 700
+PAGE = 64
+LAYOUT = MetadataLayout(B, D, P, has_swa=True)
+
+
+def int32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+PACKED = PackedMetadata(int32(LAYOUT.size), LAYOUT)
+TABLES = DecodeTables(int32(B), int32(B + 1), int32(B, P), int32(B, P))
+BUFFERS = WindowBuffers(*(int32(B, D) for _ in range(5)))
+ROWS = (int32(B), int32(B), int32(R, P))
+PAIRS = (*ROWS, int32(NV, 2))
+# FULL and SWA tables interleaved in one buffer, 40 cells before the first and the rest of each row between two.
+WIDE = (int32(B), int32(B + 1), int32(B * 700 + 40))
+
+
+def decode(out, seq_lens, rows, source, v2p, backend):
+    return decode_metadata(
+        seq_lens, rows, source, out, page_size=PAGE, seq_len_delta=D, v2p=v2p, zero_tail=True, backend=backend
+    )
+
+
+def decode_static(out, seq_lens, rows, source, full, slots, backend):
+    maps = {"full_v2p": full, "full_to_swa": slots}
+    return decode_metadata(
+        seq_lens, rows, source, out, page_size=PAGE, granularity="token", zero_tail=False, backend=backend, **maps
+    )
+
+
+def decode_views(out, seq_lens, rows, source, v2p, delta, backend):
+    lengths, prefix, wide = out
+    tables = [View(wide, offset=40 + column, shape=(B, P), strides=(700, 2)) for column in (0, 1)]
+    out = decode_metadata(
+        seq_lens,
+        rows,
+        View(source, offset=1, shape=(R, P - 1), strides=(P, 1)),
+        DecodeTables(lengths, prefix, *tables),
+        page_size=PAGE,
+        seq_len_delta=delta,
+        full_v2p=View(v2p, offset=0, shape=(NV,), strides=(2,)),
+        swa_v2p=View(v2p, offset=1, shape=(NV,), strides=(2,)),
+        zero_tail=False,
+        backend=backend,
+    )
+    return out.cache_seqlens, out.cu_seqlens_k, out.page_table.buffer
+
+
+def lengths(out, seq_lens, backend):
+    return decode_lengths(seq_lens, out, backend=backend)
+
+
+def extend(out, seq_lens, rows, source, v2p, new, backend):
+    return draft_extend_metadata(seq_lens, new, rows, source, out, page_size=PAGE, v2p=v2p, backend=backend)
+
+
+def window(out, start, rows, source, v2p, anchor, limit, backend):
+    options = {"page_size": PAGE, "v2p": v2p, "anchor": anchor, "limit": limit, "backend": backend}
+    return draft_write_window(start, rows, source, out, **options)
+
+
+def window_separate(out, start, rows, source, full, swa, backend):
+    maps = {"full_v2p": full, "swa_v2p": swa}
+    return draft_write_window(
+        start, rows, source, out, page_size=1, granularity="token", limit=512, backend=backend, **maps
+    )
+
+
+def verify(out, lens, rows, source, v2p, anchor, limit, backend):
+    out = decode(out, lens, rows, source, v2p, backend)
+    return window(out, lens, rows, source, v2p, anchor, limit, backend)
+
+
+def read_table(out, seq_lens, rows, source, v2p, backend):
+    return kv_read_table(seq_lens, rows, source, out, page_size=PAGE, zero_tail=False, v2p=v2p, backend=backend)
+
+
+def read_stream(out, seq_lens, rows, source, indptr, start, v2p, backend):
+    options = {"page_size": PAGE, "kv_start": start, "v2p": v2p, "backend": backend}
+    return kv_read_stream(seq_lens, rows, source, indptr, out, **options)
+
+
+def cache_locs(out, start, end, rows, source, backend):
+    return extend_cache_locs(start, end, rows, source, out, backend=backend)
+
+
+WINDOW = (*PAIRS, int32(B), int32())
+CALLS = {  # name: (function whose last argument is a backend, its other arguments with the destination first, launches)
+    "decode, packed": (decode, (PACKED, *PAIRS), 1),
+    "decode, separate": (decode, (TABLES, *PAIRS), 1),
+    "decode, static SWA map": (decode_static, (TABLES, *ROWS, int32(NV), int32(NV * PAGE)), 1),
+    "decode, views": (decode_views, (WIDE, int32(B), int32(B), int32(R * P), int32(NV * 2), int32()), 1),
+    "lengths, packed": (lengths, (PACKED, int32(B)), 1),
+    "lengths, separate": (lengths, (DecodeTables(int32(B), int32(B + 1)), int32(B)), 1),
+    "extend, packed": (extend, (PACKED, *PAIRS, int32(B)), 1),
+    "extend, separate": (extend, (TABLES._replace(cu_seqlens_q=int32(B + 1)), *PAIRS, int32(B)), 1),
+    "window, packed": (window, (PACKED, *WINDOW), 1),
+    "window, separate": (window, (BUFFERS, *WINDOW), 1),
+    "window, separate maps": (window_separate, (BUFFERS._replace(anchor_ids=None), *ROWS, int32(NV), int32(NV)), 1),
+    "verify, packed": (verify, (PACKED, *WINDOW), 2),
+    "read table": (read_table, (int32(B, P), *ROWS, int32(NV)), 1),
+    "read stream": (read_stream, (int32(N), *ROWS, int32(B + 1), int32(B), int32(NV)), 1),
+    "cache locations": (cache_locs, (int32(N), int32(B), int32(B), int32(B), int32(R, P)), 1),
+}
+
+
+def values(name: str, seed: int = 0):
+    """Arguments with contents for a call: -7 in the destination, ids in range and out of it elsewhere."""
+    _, (out, *arguments), _ = CALLS[name]
+    rng = np.random.default_rng(seed)
+    filled = jax.tree.map(lambda x: jnp.full(x.shape, -7, x.dtype), out)
+    return filled, *(jnp.asarray(_contents(rng, x.shape), jnp.int32) for x in arguments)
+
+
+def _contents(rng, shape):
+    if shape == (B + 1,):  # indptr
+        return np.arange(B + 1) * (N // B)
+    if shape in [(), (B,)]:  # lengths, request rows, a limit
+        return rng.integers(0, 2 * N, shape)
+    return rng.integers(-2, NV + 9, shape)

@@ -1,0 +1,53 @@
+"""Runs every call on a GPU backend, for compute-sanitizer to watch: `python sanitized.py BACKEND [--planted]`.
+
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 99 python sanitized.py triton
+
+XLA's own allocator hands out parts of one large allocation, in which an overrun stays unseen; the platform allocator
+gives every buffer its own. `--planted` runs a kernel that stores past the end of its buffer instead.
+"""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import kernel_calls
+import numpy as np
+
+from pallas_kernels import backend as backends
+
+
+@dataclasses.dataclass(frozen=True)
+class Overrun:
+    """Stores one vector 4096 cells past the end of a buffer of 128."""
+
+    name = "overrun"
+    programs = 1
+    labels = ("values",)
+
+    def body(self, lanes, program, ins, outs):
+        lane = lanes.iota(128)
+        value = lanes.load(ins[0], (lane,), lane < 128)
+        lanes.store(outs[0], (lane + 4096,), value, lane < 128)
+
+    def reference(self, inputs, outputs):
+        return outputs
+
+
+def main(backend: str, planted: bool) -> None:
+    if planted:
+        buffers = jnp.arange(128, dtype=jnp.int32), jnp.zeros(128, jnp.int32)
+        jax.block_until_ready(backends.run(Overrun(), backend, buffers[:1], buffers[1:]))
+        return
+    for name, (call, _, _) in kernel_calls.CALLS.items():
+        for seed in range(3):
+            arguments = kernel_calls.values(name, seed)
+            expected = call(*arguments, backend="reference")
+            actual = jax.jit(call, static_argnames="backend", donate_argnums=0)(*arguments, backend=backend)
+            for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=f"{name}, seed {seed}")
+    print(f"{len(kernel_calls.CALLS)} calls on {backend} equal the reference")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "--planted" in sys.argv)

@@ -1,0 +1,137 @@
+"""Destinations are written in place, and a CUDA program holds one launch a kernel and no copy, on every GPU backend."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kernel_aot as aot
+import kernel_calls
+import pytest
+from kernel_calls import CALLS, int32
+
+from pallas_kernels import DecodeTables, decode_metadata, explain_backends, kv_read_table, mosaic
+
+each_call = pytest.mark.parametrize("name", CALLS)
+MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(mosaic.unavailable() is not None, reason="no Mosaic GPU"))
+each_gpu_backend = pytest.mark.parametrize("backend", ["triton", MOSAIC])
+
+
+def of(name, backend):
+    """(function of the destination and the operands, its shapes, launches it may take)."""
+    call, arguments, launches = CALLS[name]
+    return functools.partial(call, backend=backend), arguments, launches
+
+
+def size(out):
+    return sum(x.size * 4 for x in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("decode, packed", None), ("decode, separate", None), ("decode, views", None)]
+    + [("decode, packed", backend) for backend in ("interpret", "reference")],
+)
+def test_donated_destination_is_consumed(name, backend):
+    function, _, _ = of(name, backend)
+    out, *operands = kernel_calls.values(name)
+    result = jax.jit(function, donate_argnums=0)(out, *operands)
+    assert all(x.is_deleted() for x in jax.tree.leaves(out))
+    assert type(result) is type(out) and not any(x.is_deleted() for x in jax.tree.leaves(result))
+
+
+# Without a GPU: lowering needs no plugin ------------------------------------------------------------------------------
+
+
+@each_call
+@pytest.mark.parametrize("backend", [None, "triton", MOSAIC])
+def test_lowers_for_cuda_without_a_plugin(name, backend):
+    function, arguments, launches = of(name, backend)
+    text = aot.lower_text(function, *arguments)
+    target = "mosaic_gpu_v2" if backend == "mosaic" else "__gpu$xla.gpu.triton"
+    assert text.count(f"@{target}") == launches
+    main = next(line for line in text.splitlines() if "func.func public @main" in line)
+    assert main.count("tf.aliasing_output") == len(jax.tree.leaves(arguments[0]))
+
+
+def test_a_cpu_program_holds_no_trace_of_the_gpu_kernel():
+    function, arguments, _ = of("verify, packed", None)
+    text = jax.jit(function, donate_argnums=0).lower(*arguments).as_text()
+    assert "triton" not in text and "mosaic" not in text and "tf.aliasing_output" in text
+
+
+# Without a GPU: compiled for sm_90 through the CUDA plugin -----------------------------------------------------------
+
+
+@each_call
+@each_gpu_backend
+def test_one_launch_no_copy_and_everything_in_place_on_sm_90(name, backend):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    function, arguments, launches = of(name, backend)
+    compiled = aot.compile_for_h200(function, *arguments)
+    assert aot.launches(compiled).total() == launches, compiled.as_text()
+    assert compiled.memory_analysis().alias_size_in_bytes == size(arguments[0])
+
+
+def test_the_launch_count_sees_the_copies_of_a_destination_that_is_not_donated():
+    if reason := aot.missing():
+        pytest.skip(reason)
+    function, arguments, _ = of("decode, separate", None)
+    compiled = aot.compile_for_h200(lambda _, out, *rest: function(out, *rest), int32(1), *arguments)
+    found = aot.launches(compiled)
+    assert any("copy" in kind for kind in found), found
+
+
+@each_gpu_backend
+@pytest.mark.parametrize(("batch", "pages"), [(1, 33), (300, 33), (2, 1)])
+def test_tables_of_any_width_compile(batch, pages, backend):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    out = DecodeTables(int32(batch), int32(batch + 1), int32(batch, pages), int32(batch, pages))
+
+    def call(out, seq_lens, rows, source, v2p):
+        return decode_metadata(seq_lens, rows, source, out, page_size=16, zero_tail=True, v2p=v2p, backend=backend)
+
+    compiled = aot.compile_for_h200(call, out, int32(batch), int32(batch), int32(batch, pages), int32(50, 2))
+    assert aot.launches(compiled).total() == 1
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@each_call
+@each_gpu_backend
+def test_device_pointers_stay_over_many_calls(name, backend):
+    function, _, _ = of(name, backend)
+    step = jax.jit(function, donate_argnums=0)
+    out, *operands = kernel_calls.values(name)
+    pointers = lambda out: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(out)]  # noqa: E731
+    before = pointers(out)
+    for _ in range(5):
+        out = step(out, *operands)
+    assert pointers(out) == before
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_a_compiled_kernel_by_default():
+    assert {c.backend for c in explain_backends()} == {"triton"}
+
+
+@pytest.mark.gpu
+@each_gpu_backend
+def test_the_last_row_of_a_table_past_2_to_the_31_cells(backend):
+    """Read and written at 64-bit offsets: a 32-bit one would wrap around to cells near the start."""
+    rows, columns = 2200, 1_000_003
+    source = jnp.full((rows, columns), 7, jnp.int32).at[rows - 1, columns - 1].set(5)
+    call = functools.partial(kv_read_table, page_size=1, zero_tail=False, backend=backend)
+    read = call(jnp.array([columns]), jnp.array([rows - 1]), source, jnp.zeros((1, columns), jnp.int32))
+    assert read[0, -2:].tolist() == [7, 5]
+    del source, read
+
+    lengths = jnp.zeros(rows, jnp.int32).at[rows - 1].set(columns)
+    out = jnp.full((rows, columns), -7, jnp.int32)
+    step = jax.jit(lambda out, *rest: call(*rest, out), donate_argnums=0)
+    out = step(out, lengths, jnp.zeros(rows, jnp.int32), jnp.arange(1, columns + 1, dtype=jnp.int32)[None])
+    assert out[rows - 1, -1] == columns and out[rows - 1, 0] == 1
+    assert (out[:-1] == -7).all()

@@ -1,0 +1,49 @@
+"""compute-sanitizer over every kernel on a GPU: no access outside a buffer, and one planted that it must report."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+SCRIPT = pathlib.Path(__file__).with_name("sanitized.py")
+FOUND = 99
+
+
+def memcheck(*arguments):
+    """(exit status, number of errors, output) of sanitized.py under memcheck."""
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the path nor in the CUDA toolkit")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
+    }
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT), *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    output = run.stdout + run.stderr
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer does not support this device or its driver")
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", output)
+    return run.returncode, summary and int(summary.group(1)), output
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_no_kernel_leaves_its_buffers(backend):
+    status, errors, output = memcheck(backend)
+    assert (status, errors) == (0, 0), output[-4000:]
+    assert f"calls on {backend} equal the reference" in output
+    print(output[-300:])
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_a_planted_overrun_is_reported(backend):
+    status, errors, output = memcheck(backend, "--planted")
+    assert status == FOUND and errors, output[-4000:]
+    assert "Invalid __global__ write" in output
