@@ -4,6 +4,7 @@ import dataclasses
 import numbers
 
 from jaxspec.errors import InputError
+from pallas_kernels import BACKENDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class SpecConfig:
       num_pages: FULL pages, the sink included. None: enough for B sequences of context_len.
       num_swa_pages: SWA pages, the sink included. None: enough for B windows in flight.
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
-      kernel_backend: who runs the metadata kernels: None chooses by device, or a name `pallas_kernels` knows.
+      kernel_backend: who runs the metadata kernels: None chooses by device; or 'reference', 'interpret', 'triton' or
+        'mosaic'.
     """
 
     batch_size: int
@@ -48,6 +50,11 @@ class SpecConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}={value}: must be at least 1, the sink page; None sizes the pool")
+        backends = [name for name in BACKENDS if name != "checked"]  # which runs eagerly, not inside a compiled step
+        if self.kernel_backend is not None and self.kernel_backend not in backends:
+            raise InputError(
+                f"kernel_backend={self.kernel_backend!r}: must be None or one of {', '.join(map(repr, backends))}"
+            )
         if self.page_size & (self.page_size - 1):
             raise InputError(f"page_size={self.page_size}: must be a power of two")
         if self.num_draft_tokens > self.context_len:

@@ -58,8 +58,8 @@ class Lanes(abc.ABC):
     least = 32  # lanes of the smallest vector: a warp
 
     def width(self, count: int, most: int) -> int:
-        """Lanes for `count` items: the next power of two, at least one warp, at most `most` (itself a power of two)."""
-        return min(max(self.least, 1 << max(0, count - 1).bit_length()), most)
+        """Lanes for `count` items: the next power of two, at most `most` (itself one), but no less than one warp."""
+        return max(self.least, min(1 << max(0, count - 1).bit_length(), most))
 
     def iota(self, count: int) -> Value:
         """0, 1, 2, ... count - 1."""

@@ -80,6 +80,13 @@ def check_combination(greedy, drafter, batch, page, D):
     return results
 
 
+def test_interpreted_kernels_decode_the_same_text(greedy):
+    """The kernels themselves instead of their references, in prefill, verify and the draft model's window."""
+    spec, params = make_step("draft_lm", batch=3, page=4, D=4, new=12, kernel_backend="interpret")
+    prompts = prompts_for(3, 4, 4)
+    assert [r.token_ids for r in run(spec, params, prompts)] == texts(greedy, prompts, 12)
+
+
 @pytest.mark.parametrize(("drafter", "batch", "page", "D"), PAIRWISE)
 def test_equals_plain_decoding(greedy, drafter, batch, page, D):
     """Also with the batch permuted, pages handed out in another order, or padded lanes: the same rounds."""

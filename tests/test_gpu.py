@@ -44,7 +44,7 @@ def initial(spec, prompts):
 @pytest.mark.parametrize(
     ("drafter", "batch", "page", "D"), [("ngram", 8, 16, 8), ("draft_lm", 3, 4, 4), ("self", 1, 64, 2)]
 )
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", ["triton", "mosaic", "reference"])
 def test_equals_decoding_without_a_cache(greedy, drafter, batch, page, D, backend):
     spec, params = make(drafter, batch=batch, page=page, D=D, backend=backend)
     prompts = [prompt(n) for n in (9, 154, 16, 1, 64, 65, 8, 159)[:batch]]

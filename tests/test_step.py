@@ -313,6 +313,8 @@ def config(**changes):
         ({"page_size": 0}, "page_size=0"),
         ({"page_size": 12}, "page_size=12.*power of two"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"kernel_backend": "cuda"}, "kernel_backend='cuda': must be None or one of 'reference', 'interpret'"),
+        ({"kernel_backend": "checked"}, "kernel_backend='checked'"),
     ],
 )
 def test_impossible_shapes(changes, words):

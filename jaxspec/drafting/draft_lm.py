@@ -28,10 +28,14 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class DraftLMState:
-    """The draft model's cache, in FULL pages of its own buffers, and the buffer of its write window."""
+    """The draft model's cache, in FULL pages of its own buffers, and the buffer of its write window.
+
+    backend: who runs the metadata kernel, from `SpecConfig.kernel_backend` (static).
+    """
 
     cache: KVCache
     packed: PackedMetadata
+    backend: str | None = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +47,9 @@ class DraftLM:
 
     Attributes:
       model: the draft model.
-      kernel_backend: who runs the metadata kernel, as in `SpecConfig`.
     """
 
     model: Model
-    kernel_backend: str | None = None
 
     def __post_init__(self):
         if any(spec.storage != "full" for spec in self.model.layers):
@@ -69,7 +71,7 @@ class DraftLM:
             pages_per_row=config.pages_per_row,
             swa=False,
         )
-        return DraftLMState(cache=cache, packed=PackedMetadata.zeros(layout))
+        return DraftLMState(cache=cache, packed=PackedMetadata.zeros(layout), backend=config.kernel_backend)
 
     def prefill(self, params, state: DraftLMState, tokens: Array, metadata: DraftExtendMetadata) -> DraftLMState:
         _, _, cache = self.model.apply(params, tokens, metadata.window.positions, state.cache, metadata)
@@ -86,7 +88,7 @@ class DraftLM:
             state.packed,
             page_size=state.cache.page_size,
             limit=context.tokens.shape[1],
-            backend=self.kernel_backend,
+            backend=state.backend,
         )
         previous = context.tokens[context.req_rows, start]
         ids = jnp.stack([previous, context.anchor], axis=1)
@@ -106,9 +108,8 @@ class DraftLM:
 
         tokens = jnp.where(column == 0, first[:, None], 0)
         _, tokens, cache = jax.lax.fori_loop(2, num_drafts + 1, extend_chain, (first, tokens, cache))
-        return DraftLMState(cache=cache, packed=packed), Drafts(
-            tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32)
-        )
+        drafts = Drafts(tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32))
+        return state.replace(cache=cache, packed=packed), drafts
 
 
 def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata:

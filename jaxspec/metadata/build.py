@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, VerifyMetadata, WriteWindow
 from pallas_kernels import MetadataLayout, PackedMetadata, decode_metadata, draft_write_window
+from pallas_kernels import draft_extend_metadata as write_draft_extend
 
 Array = jax.Array
 
@@ -18,14 +19,6 @@ Array = jax.Array
 def verify_layout(*, batch_size: int, num_rows: int, pages_per_row: int, swa: bool) -> MetadataLayout:
     """Layout of the packed int32 buffer that the metadata of a forward of `num_rows` rows a request is written to."""
     return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa)
-
-
-def _run_kernels(seq_lens, req_rows, page_rows, v2p, packed, *, page_size, anchor, limit, backend):
-    maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    packed = decode_metadata(
-        seq_lens, req_rows, page_rows, packed, seq_len_delta=packed.layout.D, zero_tail=True, **maps
-    )
-    return draft_write_window(seq_lens, req_rows, page_rows, packed, anchor=anchor, limit=limit, **maps)
 
 
 def _window(buffers) -> WriteWindow:
@@ -63,11 +56,11 @@ def verify_metadata(
 
     Source: the captured translated verify metadata of SGLang's PR #44973, tails cleared.
     """
-    packed = _run_kernels(
-        seq_lens, req_rows, page_rows, v2p, packed, page_size=page_size, anchor=anchor, limit=limit, backend=backend
-    )
-    tables, window = packed.decode_tables(), packed.window()
     B, D = packed.layout.B, packed.layout.D
+    maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
+    packed = decode_metadata(seq_lens, req_rows, page_rows, packed, seq_len_delta=D, zero_tail=True, **maps)
+    packed = draft_write_window(seq_lens, req_rows, page_rows, packed, anchor=anchor, limit=limit, **maps)
+    tables, window = packed.decode_tables(), packed.window()
     first = jnp.arange(D, dtype=jnp.int32) == 0
     # Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
     lengths = jnp.minimum(tables.cache_seqlens, limit)
@@ -106,20 +99,20 @@ def draft_extend_metadata(
       The metadata, with `logit_rows` naming the last real row of each request (0 where there is none), and the packed
       buffer.
     """
-    packed = _run_kernels(
-        seq_lens, req_rows, page_rows, v2p, packed, page_size=page_size, anchor=None, limit=None, backend=backend
+    maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
+    packed = write_draft_extend(
+        seq_lens + extend_lens, extend_lens, req_rows, page_rows, packed, zero_tail=True, **maps
     )
+    packed = draft_write_window(seq_lens, req_rows, page_rows, packed, **maps)
     tables, window = packed.decode_tables(), _window(packed.window())
     real = jnp.arange(packed.layout.D, dtype=jnp.int32) < extend_lens[:, None]
 
     def or_sink(loc):
         return None if loc is None else jnp.where(real, loc, 0)
 
-    lengths = seq_lens + extend_lens
-    zero = jnp.zeros((1,), jnp.int32)
     metadata = DraftExtendMetadata(
-        cache_seqlens=lengths,
-        cu_seqlens_k=jnp.concatenate([zero, jnp.cumsum(lengths, dtype=jnp.int32)]),
+        cache_seqlens=tables.cache_seqlens,
+        cu_seqlens_k=tables.cu_seqlens_k,
         page_table=tables.page_table,
         swa_page_table=tables.swa_page_table,
         window=WriteWindow(
@@ -127,7 +120,7 @@ def draft_extend_metadata(
         ),
         logit_rows=jnp.maximum(extend_lens - 1, 0)[:, None],
         extend_lens=extend_lens,
-        cu_seqlens_q=jnp.concatenate([zero, jnp.cumsum(extend_lens, dtype=jnp.int32)]),
+        cu_seqlens_q=tables.cu_seqlens_q,
     )
     return metadata, packed
 

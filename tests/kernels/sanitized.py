@@ -1,6 +1,7 @@
 """Runs every call on a GPU backend, for compute-sanitizer to watch: `python sanitized.py BACKEND [--planted]`.
 
-    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 99 python sanitized.py triton
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 99 \
+        python sanitized.py triton
 
 XLA's own allocator hands out parts of one large allocation, in which an overrun stays unseen; the platform allocator
 gives every buffer its own. `--planted` runs a kernel that stores past the end of its buffer instead.
