@@ -180,9 +180,7 @@ class _Ref:
 
     def _refuse(self, what: str, index, bad: np.ndarray) -> None:
         if bad.any():
-            where = [
-                tuple(int(i[lane]) for i in index) for lane in list(zip(*np.nonzero(bad), strict=True))[:4] or [()]
-            ]
+            where = [tuple(int(i[tuple(lane)]) for i in index) for lane in np.argwhere(bad)[:4]]
             raise KernelFault(f"{what} of {self.name}: {', '.join(map(str, where))}")
 
     @property
