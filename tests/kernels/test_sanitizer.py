@@ -22,7 +22,8 @@ def memcheck(*arguments):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]),
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",  # sanitized.py says why
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
     }
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT), *arguments]
