@@ -1,6 +1,7 @@
 """Ragged streams: the tokens of request after request in one vector, as slots of a pool or as virtual ids.
 
-About 264 programs stride over (request, block of 256 of its tokens) and stop at its last one.
+Up to 1056 programs (eight for each of an H200's 132 multiprocessors, since a long stream is bound by its stores) stride
+over (request, block of 256 of its tokens) and stop at its last one.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from pallas_kernels.lanes import Lanes
 from pallas_kernels.operands import PageMap, Source
 from pallas_kernels.views import Section
 
-PROGRAMS = 264
+PROGRAMS = 1056
 BLOCK = 256  # tokens a program handles at once
 HEAD_LANES = 1024  # requests whose lengths are summed at once
 
@@ -66,8 +67,8 @@ class Stream:
             count = lanes.minimum(end, self.offsets.load(lanes, ins, (b + 1,)) - first)
         count = lanes.minimum(count, self.size - first)
 
-        def write(turn, _):
-            item = lanes.iota(BLOCK) + (part + turn * self.splits) * BLOCK
+        def write(block):
+            item = lanes.iota(BLOCK) + block * BLOCK
             cell = item + first
             live = (item < count) & (cell >= 0)
             entry = lambda position: self.source.load(lanes, ins, row, position, live)  # noqa: E731
@@ -75,8 +76,12 @@ class Stream:
             value = self._value(lanes, item + start, entry, look_up)
             self.destination["out"].store(lanes, outs, (cell,), value, live)
 
-        blocks = lanes.maximum(lanes.cdiv(count, BLOCK) - part, 0)
-        lanes.loop(0, lanes.cdiv(blocks, self.splits), write)
+        blocks = lanes.cdiv(count, BLOCK)
+        if self.splits * BLOCK >= self.size:  # no request is longer than the stream: one turn, and no loop to set up
+            lanes.when(part < blocks, lambda: write(part))
+        else:
+            turns = lanes.cdiv(lanes.maximum(blocks - part, 0), self.splits)
+            lanes.loop(0, turns, lambda turn, _: write(part + turn * self.splits))
 
     def _sum_before(self, lanes: Lanes, b, ins: tuple):
         """Tokens of the requests before request b."""
