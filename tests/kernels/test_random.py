@@ -1,0 +1,128 @@
+"""Random contents over fixed shapes: every operation, on every backend, against the oracle."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from kernel_problems import Problem, Shape, tiny_blocks
+
+from pallas_kernels import KERNELS, checked
+
+SMALL = [  # few programs each, so that NumPy can run them one after another
+    Shape(4, 3, 6, 37, (4, 5), 9, page_size=4, granularity="page", maps="pair", form="packed", zero_tail=True),
+    Shape(5, 4, 7, 41, (3, 1500), 11, 256, "token", "tokens", "wide", zero_tail=False, max_pages=5),
+    Shape(3, 7, 5, 90, (5, 17), 6, 4, "token", "pages", "strided", zero_tail=True),
+    Shape(1, 1, 1, 1, (1, 1), 1, 1, "page", "full", "arrays", zero_tail=False),
+]
+LARGE = [
+    Shape(2, 5, 600, 700, (4, 590), 610, 1, "page", "pair", "arrays", zero_tail=False),  # several blocks a row
+    Shape(70, 3, 37, 500, (66, 41), 300, 16, "page", "pages", "strided", zero_tail=False, max_pages=33),
+    Shape(33, 5, 19, 333, (9, 17), 64, 64, "page", "tokens", "wide", zero_tail=True),
+    Shape(17, 40, 9, 1000, (18, 21), 31, 2, "token", "full", "strided", zero_tail=True),
+    Shape(66, 1, 1030, 2000, (3, 1025), 99, 1, "token", "identity", "arrays", zero_tail=False),  # a row takes turns
+]
+EMPTY = Shape(0, 2, 3, 5, (2, 3), 4, 2, "page", "identity", "packed", zero_tail=True)
+SHAPES = [*SMALL, *LARGE, EMPTY]
+QUICK = [SMALL[0], SMALL[1], LARGE[0], LARGE[1], EMPTY]  # each form, table granularity and end of the sizes
+QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+def named(shapes):
+    return [pytest.param(s, id=f"B={s.B},P={s.P},page={s.page_size},{s.granularity},{s.maps},{s.form}") for s in shapes]
+
+
+@st.composite
+def contents(draw, shape: Shape):
+    """What changes between calls; the edges of pages, tables and sources are as likely as all between them."""
+    page, full = shape.page_size, shape.P * shape.page_size
+
+    def each(low, high, *edges):
+        inside = [edge for edge in (low, high, *edges) if low <= edge <= high]
+        return draw(arrays(np.int32, shape.B, elements=st.sampled_from(inside) | st.integers(low, high)))
+
+    return {
+        "lengths": each(0, full + 2 * page, 1, page - 1, page, page + 1, full - 1, full),
+        "rows": each(-2, shape.source[0] + 1, 0, shape.source[0] - 1),
+        "starts": each(-2, shape.reach + 2, 0, page - 1, shape.reach - shape.D),
+        "spans": each(0, 2 * shape.N // max(shape.B, 1) + 2, 1, page),
+        "delta": np.int32(draw(st.integers(0, shape.D))),
+        "limit": np.int32(draw(st.integers(-1, shape.reach + 2))),
+        "bad": draw(st.sampled_from([0.0, 0.15, 0.9])),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+def sweep(operation, shape, backends, examples):
+    @settings(max_examples=examples, **QUIET)
+    @given(contents(shape))
+    def check(values):
+        problem = Problem(operation, shape, values)
+        order = np.random.default_rng(values["seed"]).permutation(shape.B)
+        after = {backend: problem.check(backend) for backend in backends}
+        before = problem.requests(after[backends[0]])
+        for backend in backends:
+            again = problem.permuted(order)
+            moved = again.requests(again.run(backend))
+            pairs = [(moved[i], before[b]) for i, b in enumerate(order)]
+            assert all(x == y for x, y in pairs if x is not None and y is not None)
+
+    check()
+
+
+def sweep_checked(operation, shape, examples):
+    @settings(max_examples=examples, **QUIET)
+    @given(contents(shape))
+    def check(values):
+        problem = Problem(operation, shape, values)
+        with checked.declare(dead=problem.dead(), seed=values["seed"]):
+            problem.check("checked")
+
+    check()
+
+
+each_operation = pytest.mark.parametrize("operation", KERNELS)
+
+
+@each_operation
+@pytest.mark.parametrize("shape", named(QUICK))
+def test_backends_that_run_anywhere(operation, shape):
+    sweep(operation, shape, ("reference", "interpret"), examples=5)
+
+
+@pytest.mark.gpu
+@each_operation
+@pytest.mark.parametrize("shape", named(SHAPES))
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_compiled_backends(operation, shape, backend):
+    sweep(operation, shape, (backend,), examples=10)
+
+
+@pytest.mark.slow
+@each_operation
+@pytest.mark.parametrize("shape", named(SHAPES))
+def test_backends_that_run_anywhere_at_length(operation, shape):
+    sweep(operation, shape, ("reference", "interpret"), examples=200 if shape == LARGE[-1] else 1100)
+
+
+@each_operation
+@pytest.mark.parametrize("shape", named(SMALL))
+def test_checked_reads_nothing_that_no_request_needs(operation, shape):
+    sweep_checked(operation, shape, examples=4)
+
+
+@each_operation
+@pytest.mark.parametrize("shape", named(SMALL))
+def test_checked_in_tiny_blocks(operation, shape, monkeypatch):
+    tiny_blocks(monkeypatch)
+    sweep_checked(operation, shape, examples=4)
+
+
+@pytest.mark.slow
+@each_operation
+@pytest.mark.parametrize("shape", named(SMALL))
+@pytest.mark.parametrize("tiny", [False, True])
+def test_checked_at_length(operation, shape, tiny, monkeypatch):
+    if tiny:
+        tiny_blocks(monkeypatch)
+    sweep_checked(operation, shape, examples=200)
