@@ -4,18 +4,28 @@ Cells that no query of a request may see can hold anything, NaN included (pages 
 zero does not silence them, 0 * NaN is NaN, so K and V of such cells are replaced by zeros before they meet a sum.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache import KVCache
+from jaxspec.cache import KVCache, PoolCache
 
 Array = jax.Array
+Cache = KVCache | PoolCache
+Reader = Callable[[Array], tuple[Array, Array]]
+
+
+def _read_array(kv: Array, slots: Array) -> tuple[Array, Array]:
+    rows = jnp.asarray(kv).at[slots].get(mode="promise_in_bounds")  # [B, S, 2, kv_heads, head_dim]
+    return rows[:, :, 0], rows[:, :, 1]
 
 
 def paged_attention(
     q: Array,
-    kv: Array,
+    kv: Array | Reader,
     page_table: Array,
     positions: Array,
     cache_seqlens: Array,
@@ -31,7 +41,9 @@ def paged_attention(
 
     Args:
       q: [B, D, heads, head_dim], the query rows; heads is a multiple of the K/V heads.
-      kv: [slots, 2, num_kv_heads, head_dim], one layer's buffer.
+      kv: one layer's rows: an array [slots, 2, num_kv_heads, head_dim], or a function that takes int32[B, S] physical
+        slots to keys [B, S, num_kv_heads, head_dim] and values [B, S, num_kv_heads, value_dim], such as
+        `functools.partial(cache.read, layer)`.
       page_table: int32[B, P], physical page of each column; columns past a row's length may hold any page in range.
       positions: int32[B, D], absolute positions, consecutive: positions[b, j] = positions[b, 0] + j.
       cache_seqlens: int32[B], keys of each request, those of the query rows included.
@@ -41,7 +53,7 @@ def paged_attention(
       scale: factor on the scores; head_dim ** -0.5 by default.
 
     Returns:
-      [B, D, heads, head_dim] in q's dtype.
+      [B, D, heads, value_dim] in q's dtype; value_dim is head_dim where kv is an array.
 
     Example:
       >>> kv = jnp.zeros((8, 2, 1, 4)).at[4:6, 1].set(3.0)      # page 1 of size 4 holds two values
@@ -52,9 +64,6 @@ def paged_attention(
     """
     B, D, heads, head_dim = q.shape
     P = page_table.shape[1]
-    kv_heads = kv.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, kv {kv_heads}: the first must be a multiple of the second")
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     if window is None:
@@ -72,9 +81,11 @@ def paged_attention(
     key_positions = (columns[:, :, None] * page_size + inside).reshape(B, -1)
     readable = (key_positions >= first_key[:, None]) & (key_positions < cache_seqlens[:, None])  # [B, S]
 
-    rows = kv.at[slots].get(mode="promise_in_bounds")  # [B, S, 2, kv_heads, head_dim]
-    rows = jnp.where(readable[:, :, None, None, None], rows, 0)
-    keys, values = rows[:, :, 0], rows[:, :, 1]
+    rows = kv(slots) if callable(kv) else _read_array(kv, slots)
+    keys, values = (jnp.where(readable[:, :, None, None], part, 0) for part in rows)
+    kv_heads = keys.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, kv {kv_heads}: the first must be a multiple of the second")
     visible = readable[:, None] & (key_positions[:, None] <= positions[:, :, None])  # [B, D, S]
     if window is not None:
         visible &= key_positions[:, None] > positions[:, :, None] - window
@@ -95,38 +106,35 @@ def paged_attention(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return out.reshape(B, D, heads, head_dim).astype(q.dtype)
+    return out.reshape(B, D, heads, values.shape[-1]).astype(q.dtype)
 
 
-def attend(cache: KVCache, layer: int, q: Array, k: Array, v: Array, metadata) -> tuple[Array, KVCache]:
+def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> tuple[Array, Cache]:
     """Stores the K and V rows of this forward and attends over the cache: what a model calls once a layer.
 
     Args:
       cache: the cache view that the step handed to the model.
       layer: index into `cache.layers` (static).
       q: [B, D, heads, head_dim], after rotary embedding.
-      k, v: [B, D, num_kv_heads, head_dim].
+      k, v: [B, D, num_kv_heads, head_dim]; v's last axis is `value_dim` where the layer has one.
       metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward.
 
     Returns:
-      [B, D, heads, head_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose
+      [B, D, heads, value_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose
       slot is the sink (padding, past the context limit) leave every owned slot as it was.
     """
     spec = cache.layers[layer]
     in_swa = spec.storage == "swa"
     slots = metadata.window.swa_loc if in_swa else metadata.window.full_loc
     table = metadata.swa_page_table if in_swa else metadata.page_table
-    buffer = cache.buffers[layer]
-    rows = jnp.stack([k, v], axis=2).astype(buffer.dtype)  # [B, D, 2, num_kv_heads, head_dim]
-    buffer = buffer.at[slots].set(rows, mode="promise_in_bounds")
+    cache = cache.write(layer, slots, k, v)
     out = paged_attention(
         q,
-        buffer,
+        functools.partial(cache.read, layer),
         table,
         metadata.window.positions,
         metadata.cache_seqlens,
         page_size=cache.page_size,
         window=spec.window,
     )
-    buffers = (*cache.buffers[:layer], buffer, *cache.buffers[layer + 1 :])
-    return out, cache.replace(buffers=buffers)
+    return out, cache

@@ -1,6 +1,19 @@
-"""The paged KV cache: what one layer stores, the buffers, and the pages that requests own."""
+"""The paged KV cache: what one layer stores, where its rows lie, the buffers, and the pages that requests own."""
 
-from jaxspec.cache.kv import KVCache, LayerSpec, init_cache
-from jaxspec.cache.pages import Pages, allocate, init_pages, release, retire
+from jaxspec.cache.kv import KVCache, PoolCache, init_cache, init_pool
+from jaxspec.cache.layout import Entry, LayerSpec, PoolLayout, Row, Span
+from jaxspec.cache.pages import Pages, init_pages
 
-__all__ = ["KVCache", "LayerSpec", "Pages", "allocate", "init_cache", "init_pages", "release", "retire"]
+__all__ = [
+    "Entry",
+    "KVCache",
+    "LayerSpec",
+    "Pages",
+    "PoolCache",
+    "PoolLayout",
+    "Row",
+    "Span",
+    "init_cache",
+    "init_pages",
+    "init_pool",
+]

@@ -1,58 +1,53 @@
-"""KV buffers, one array a layer.
+"""Cache views: the arrays that hold K and V, and how a layer's rows get into and out of them.
 
-A *slot* holds the K and V rows of one token in one layer; a *page* is `page_size` consecutive slots. Buffers are
-addressed by physical slot: `slot = physical_page * page_size + position % page_size`. Physical page 0 of every buffer
-is the *sink*: it belongs to nobody, rows that must not land anywhere write there, and nothing may depend on what it
-holds.
+A *slot* holds the K and V rows of one token; a *page* is `page_size` consecutive slots. Rows are addressed by physical
+slot of the layer's kind: `slot = physical_page * page_size + position % page_size`. Physical page 0 of every kind is
+the *sink*: it belongs to nobody, rows that must not land anywhere write there, and nothing may depend on what it holds.
 
-Layers stay separate arrays (never stacked): inside a device loop XLA would copy a slice of a stacked buffer in every
-turn.
+Two views with one interface, `write` and `read`: `KVCache` keeps an array a layer, `PoolCache` all of them in one pool.
+In both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
+
+Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
+stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.
 """
 
-import dataclasses
+import math
+from collections.abc import Iterable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.layout import LayerSpec, PoolLayout
 
 Array = jax.Array
+IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What one attention layer keeps for a token, and how far its queries look back.
+def _join(spec: LayerSpec, k: Array, v: Array, dtype) -> Array:
+    """[B, D, key_width + value_width]: the K row, then the V row, as they are stored."""
+    rows = []
+    for name, array, shape in (("k", k, spec.key_shape), ("v", v, spec.value_shape)):
+        if array.ndim != 4 or array.shape[2:] != shape:
+            raise ValueError(f"{name} has shape {array.shape}: the layer keeps [B, D, {shape[0]}, {shape[1]}]")
+        rows.append(array.reshape(*array.shape[:2], math.prod(shape)).astype(dtype))
+    return jnp.concatenate(rows, axis=-1)
 
-    Attributes:
-      num_kv_heads: K/V heads.
-      head_dim: width of one head.
-      window: None for full attention; otherwise a query at position p sees keys at positions p - window + 1 .. p.
-      storage: "full" or "swa", the kind of page the layer lives in. Pages of kind "swa" are retired once they fall
-        behind the largest window of their kind. A windowed layer stored in "full" still clips its reads to its window.
-    """
 
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    storage: str = "full"
-
-    def __post_init__(self):
-        if self.storage not in ("full", "swa"):
-            raise ValueError(f"storage={self.storage!r}: a layer is stored in 'full' or 'swa' pages")
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window={self.window}: a query sees itself, so a window is at least 1; use None for full attention"
-            )
-        if self.storage == "swa" and self.window is None:
-            raise ValueError("storage='swa' needs a window: pages of that kind are freed behind it")
+def _split(spec: LayerSpec, rows: Array) -> tuple[Array, Array]:
+    """The inverse: keys and values by head."""
+    keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
+    return keys.reshape(*rows.shape[:2], *spec.key_shape), values.reshape(*rows.shape[:2], *spec.value_shape)
 
 
 @flax.struct.dataclass
 class KVCache:
-    """The cache view that a model writes and reads through `jaxspec.attend`.
+    """One buffer a layer: what a model writes and reads through `jaxspec.attend`.
 
     Attributes:
-      buffers: one array a layer, [slots, 2, num_kv_heads, head_dim] in the cache dtype; index 0 of the second axis is
-        K, 1 is V. `slots` = pages of the layer's storage kind * page_size.
+      buffers: one array a layer, [slots, key_width + value_width] in the cache dtype: the K row of all heads, then the
+        V row. `slots` = pages of the layer's storage kind * page_size.
       layers: the specification of each layer (static).
       page_size: tokens a page (static).
     """
@@ -61,9 +56,92 @@ class KVCache:
     layers: tuple[LayerSpec, ...] = flax.struct.field(pytree_node=False)
     page_size: int = flax.struct.field(pytree_node=False)
 
+    def write(self, layer: int, slots: Array, k: Array, v: Array) -> "KVCache":
+        """Stores rows of one layer.
+
+        Args:
+          layer: index into `layers` (static).
+          slots: int32[B, D], physical slots of the layer's kind, all different but for those in the sink.
+          k: [B, D, num_kv_heads, head_dim].
+          v: [B, D, num_kv_heads, value_dim].
+
+        Returns:
+          The cache with row (b, j) at slots[b, j], in the cache dtype; all else is as it was. In place where the
+          buffers are donated.
+        """
+        buffer = self.buffers[layer]
+        rows = _join(self.layers[layer], k, v, buffer.dtype)
+        buffer = buffer.at[slots].set(rows, mode=IN_BOUNDS)
+        return self.replace(buffers=(*self.buffers[:layer], buffer, *self.buffers[layer + 1 :]))
+
+    def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
+        """Rows of one layer: int32[B, S] slots give keys [B, S, num_kv_heads, head_dim] and values
+        [B, S, num_kv_heads, value_dim], in the cache dtype."""
+        return _split(self.layers[layer], self.buffers[layer].at[slots].get(mode=IN_BOUNDS))
+
+
+@flax.struct.dataclass
+class PoolCache:
+    """All layers and kinds of page in one buffer; the interface of `KVCache`.
+
+    A model and its draft see the same pool through different lanes: `cache.replace(lanes="draft")`.
+
+    Attributes:
+      buffer: [layout.units, layout.unit] in the layout's dtype.
+      layout: where the rows are (static).
+      lanes: "host" or "draft", whose layers `layers`, `write` and `read` mean (static).
+
+    Example:
+      >>> cache = init_pool(PoolLayout.for_pages([LayerSpec(1, 4)], full=3, page_size=2))
+      >>> slots = jnp.array([[3]])
+      >>> cache = cache.write(0, slots, jnp.ones((1, 1, 1, 4)), jnp.full((1, 1, 1, 4), 2.0))
+      >>> [rows.tolist() for rows in cache.read(0, slots)]
+      [[[[[1.0, 1.0, 1.0, 1.0]]]], [[[[2.0, 2.0, 2.0, 2.0]]]]]
+    """
+
+    buffer: Array
+    layout: PoolLayout = flax.struct.field(pytree_node=False)
+    lanes: str = flax.struct.field(pytree_node=False, default="host")
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The specification of each layer that the lanes hold."""
+        return self.layout.draft_layers if self.lanes == "draft" else self.layout.layers
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.layout.page_size
+
+    def _places(self, layer: int, slots: Array) -> tuple[Array, int]:
+        """First unit of the layer's rows in each slot, [..., 1], and how many units they fill.
+
+        A product below `layout.units`, which is below 2**31: an index of elements would wrap, one of units cannot.
+        """
+        row = self.layout.row(layer, self.lanes == "draft")
+        start = slots * self.layout.entry_units(row.kind) + row.key
+        return start[..., None], row.key_units + row.value_units
+
+    def write(self, layer: int, slots: Array, k: Array, v: Array) -> "PoolCache":
+        """Stores rows of one layer; see `KVCache.write`."""
+        start, units = self._places(layer, slots)
+        rows = _join(self.layers[layer], k, v, self.buffer.dtype)
+        dimensions = lax.ScatterDimensionNumbers(
+            update_window_dims=(2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
+        )
+        rows = rows.reshape(*slots.shape, units, self.layout.unit)
+        return self.replace(buffer=lax.scatter(self.buffer, start, rows, dimensions, mode=IN_BOUNDS))
+
+    def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
+        """Rows of one layer; see `KVCache.read`."""
+        start, units = self._places(layer, slots)
+        dimensions = lax.GatherDimensionNumbers(offset_dims=(2, 3), collapsed_slice_dims=(), start_index_map=(0,))
+        rows = lax.gather(self.buffer, start, dimensions, (units, self.layout.unit), mode=IN_BOUNDS)
+        return _split(self.layers[layer], rows.reshape(*slots.shape, units * self.layout.unit))
+
 
 def init_cache(
-    layers: tuple[LayerSpec, ...], *, page_size: int, num_pages: int, num_swa_pages: int, dtype=jnp.float32
+    layers: Iterable[LayerSpec], *, page_size: int, num_pages: int, num_swa_pages: int, dtype=jnp.float32
 ) -> KVCache:
     """Zero-filled buffers for `layers`.
 
@@ -77,11 +155,17 @@ def init_cache(
     Example:
       >>> cache = init_cache((LayerSpec(2, 64), LayerSpec(2, 64, 16, "swa")), page_size=4, num_pages=9, num_swa_pages=5)
       >>> [b.shape for b in cache.buffers]
-      [(36, 2, 2, 64), (20, 2, 2, 64)]
+      [(36, 256), (20, 256)]
     """
+    layers = tuple(layers)
 
     def buffer(spec):
         pages = num_swa_pages if spec.storage == "swa" else num_pages
-        return jnp.zeros((pages * page_size, 2, spec.num_kv_heads, spec.head_dim), dtype)
+        return jnp.zeros((pages * page_size, spec.key_width + spec.value_width), dtype)
 
-    return KVCache(buffers=tuple(buffer(spec) for spec in layers), layers=tuple(layers), page_size=page_size)
+    return KVCache(buffers=tuple(map(buffer, layers)), layers=layers, page_size=page_size)
+
+
+def init_pool(layout: PoolLayout) -> PoolCache:
+    """A zero-filled pool, seen through the model's own lanes."""
+    return PoolCache(buffer=jnp.zeros((layout.units, layout.unit), layout.dtype), layout=layout)

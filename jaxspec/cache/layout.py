@@ -1,0 +1,311 @@
+"""Where every K and V row lies in one pool that all kinds of page share: static numbers, no arrays.
+
+A *kind* of page is an allocation class: "full" pages live as long as their request, "swa" pages until every window has
+passed them. The *entry* of a kind is all that one token owns there, token-major, so that a page is one piece of memory
+whatever the number of layers, and the draft's rows live and move with the target's:
+
+    [K_0|V_0|K_1|V_1|... | pad to 16 bytes | dK_0|dV_0|... | pad to 32 bytes]
+     layers of the kind                      draft lanes
+
+A page is `page_size` entries. The pool is an array [units, unit]. Pages of every kind count from unit 0 of the same
+memory: page p of a kind fills units p * page_units to (p + 1) * page_units. Which pages are alive, and that no two that
+are overlap, is the allocator's affair. Page 0 of every kind is its sink; pages before `min_page` overlap some kind's
+sink and are never handed out.
+
+Worked row: bfloat16, 3 layers of 2 heads, 64 wide in K and 32 in V. K rows are 256 bytes, V rows 128, the entry
+3 * 384 = 1152. V of layer 2 of slot 5 lies at byte 5 * 1152 + 2 * 384 + 256 = 6784. A unit is 64 elements, 128 bytes:
+the entry is 9 units, and the row starts at unit 53.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+ROW_BYTES, ENTRY_BYTES = 16, 32  # what rows and entries are multiples of
+UNIT = 64  # most elements a unit
+INDEX_LIMIT = 2**31  # slots and units are int32 on the device
+KINDS = ("full", "swa")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one attention layer keeps for a token, and how far its queries look back.
+
+    Attributes:
+      num_kv_heads: K/V heads.
+      head_dim: width of one head of K, and of V where `value_dim` does not say otherwise.
+      window: None for full attention; otherwise a query at position p sees keys at positions p - window + 1 .. p.
+      storage: "full" or "swa", the kind of page the layer lives in. Pages of kind "swa" are retired once they fall
+        behind the largest window of their kind. A windowed layer stored in "full" still clips its reads to its window.
+      value_dim: width of one head of V; None for head_dim.
+
+    Example:
+      >>> spec = LayerSpec(2, 64, value_dim=32)
+      >>> spec.key_width, spec.value_width
+      (128, 64)
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    storage: str = "full"
+    value_dim: int | None = None
+
+    def __post_init__(self):
+        for name in ("num_kv_heads", "head_dim", "value_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size}: a layer keeps at least one head, at least one element wide")
+        if self.storage not in KINDS:
+            raise ValueError(f"storage={self.storage!r}: a layer is stored in 'full' or 'swa' pages")
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window={self.window}: a query sees itself, so a window is at least 1; use None for full attention"
+            )
+        if self.storage == "swa" and self.window is None:
+            raise ValueError("storage='swa' needs a window: pages of that kind are freed behind it")
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """Heads and head width of K."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Heads and head width of V."""
+        return self.num_kv_heads, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a K row, all heads."""
+        return math.prod(self.key_shape)
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a V row, all heads."""
+        return math.prod(self.value_shape)
+
+
+class Span(NamedTuple):
+    """A row inside an entry: whose it is, and its first byte and size in bytes.
+
+    `owner` is the name and index of a layer list's element, as ("layers", 2), `part` what of it, as "K".
+    """
+
+    owner: tuple[str, int]
+    part: str
+    start: int
+    size: int
+
+    def __str__(self):
+        return f"{self.part} of {self.owner[0]}[{self.owner[1]}], bytes {self.start} to {self.start + self.size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one slot of a kind of page holds. Any set of rows will do: K and V of tokens, or the parts of a state.
+
+    Attributes:
+      kind: the kind's name.
+      per_page: entries a page.
+      size: bytes of the entry, a multiple of 32.
+      spans: its rows. Each is a multiple of 16 bytes at a multiple of 16 bytes, inside the entry, clear of the others.
+        Anything else is a ValueError that names the kind and the row.
+    """
+
+    kind: str
+    per_page: int
+    size: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self):
+        if self.size < ENTRY_BYTES or self.size % ENTRY_BYTES:
+            raise ValueError(f"kind {self.kind!r}: an entry of {self.size} bytes is not a multiple of {ENTRY_BYTES}")
+        end, last = 0, None
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if span.size < 1 or span.size % ROW_BYTES or span.start % ROW_BYTES:
+                raise ValueError(
+                    f"kind {self.kind!r}: {span}, a row of {span.size} bytes: rows start at multiples of {ROW_BYTES} "
+                    f"bytes and are that long; choose heads * width * bytes an element as a multiple of {ROW_BYTES}"
+                )
+            if span.start < end:
+                raise ValueError(f"kind {self.kind!r}: {span}, overlaps {last}; rows of an entry are disjoint")
+            end, last = span.start + span.size, span
+        if end > self.size:
+            raise ValueError(f"kind {self.kind!r}: {last}, ends outside the entry of {self.size} bytes")
+
+
+class Row(NamedTuple):
+    """K and V of one layer in an entry, in units: V follows K.
+
+    `kind` is the kind of page; `key` and `value` are first units inside the entry, `key_units` and `value_units` sizes.
+    """
+
+    kind: str
+    key: int
+    value: int
+    key_units: int
+    value_units: int
+
+
+def _ceil_to(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _token_entry(kind: str, page_size: int, itemsize: int, lists: dict[str, tuple[LayerSpec, ...]]) -> Entry:
+    """The entry of a kind whose slots are tokens: K and V of its layers, list after list."""
+    spans, end = [], 0
+    for name, layers in lists.items():
+        end = _ceil_to(end, ROW_BYTES)
+        for index, spec in enumerate(layers):
+            if spec.storage == kind:
+                for part, width in (("K", spec.key_width), ("V", spec.value_width)):
+                    spans.append(Span((name, index), part, end, width * itemsize))
+                    end += width * itemsize
+    # FULL exists, as it mints the virtual ids, even if no layer lives there.
+    return Entry(kind, page_size, max(_ceil_to(end, ENTRY_BYTES), ENTRY_BYTES), tuple(spans))
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolLayout:
+    """The static description of a pool: hashable, equal for equal arguments.
+
+    Attributes:
+      page_size: tokens a page, a power of two.
+      dtype: storage dtype of all rows, as a string.
+      layers: the model's attention layers.
+      draft_layers: those of a draft that follows the same page tables: its lanes. A windowed one stored in "full" lies
+        in FULL entries and still clips its reads; stored in "swa" it may look back no further than the model's own.
+      units: size of the pool.
+
+    Raises ValueError where a row does not fit the alignment, an index would not fit int32, or the pool has room for the
+    sinks alone.
+
+    Example:
+      >>> layout = PoolLayout.for_pages([LayerSpec(2, 64, value_dim=32)] * 3, full=20, page_size=4, dtype="bfloat16")
+      >>> layout.row(2)
+      Row(kind='full', key=6, value=8, key_units=2, value_units=1)
+      >>> layout.unit, layout.entry_units("full"), layout.num_pages("full"), layout.nbytes
+      (64, 9, 21, 96768)
+    """
+
+    page_size: int
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    draft_layers: tuple[LayerSpec, ...]
+    units: int
+
+    def __post_init__(self):
+        for name, value in (
+            ("dtype", jnp.dtype(self.dtype).name),
+            ("layers", tuple(self.layers)),
+            ("draft_layers", tuple(self.draft_layers)),
+        ):
+            object.__setattr__(self, name, value)
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size={self.page_size}: must be a power of two")
+        reach = max((spec.window for spec in self.layers if spec.storage == "swa"), default=0)
+        for index, spec in enumerate(self.draft_layers):
+            if spec.storage == "swa" and spec.window > reach:
+                raise ValueError(
+                    f"draft_layers[{index}]: its window of {spec.window} reaches behind the model's SWA pages, which "
+                    f"are freed {reach} tokens back; store the layer in 'full'"
+                )
+        if self.units >= INDEX_LIMIT:
+            raise ValueError(
+                f"units={self.units}: a pool of {self.nbytes} bytes has more than 2**31 - 1 units of {self.unit_bytes} "
+                "bytes, which int32 indices cannot reach; make the pool smaller, or rows multiples of more elements"
+            )
+        for kind in self.kinds:
+            if self.num_pages(kind) <= self.min_page(kind):
+                least = (self.min_page(kind) + 1) * self.page_units(kind) * self.unit_bytes
+                raise ValueError(
+                    f"units={self.units}: a pool of {self.nbytes} bytes has no page of kind {kind!r} besides the "
+                    f"sinks; it takes {least} bytes to have one"
+                )
+
+    @classmethod
+    def _unlimited(cls, layers, page_size, dtype, draft_layers) -> "PoolLayout":
+        return cls(page_size, dtype, layers, draft_layers, units=INDEX_LIMIT - 1)
+
+    @classmethod
+    def for_budget(cls, layers, *, budget: int, page_size: int, dtype="float32", draft_layers=()) -> "PoolLayout":
+        """The largest pool of at most `budget` bytes."""
+        layout = cls._unlimited(layers, page_size, dtype, draft_layers)
+        return dataclasses.replace(layout, units=budget // layout.unit_bytes)
+
+    @classmethod
+    def for_pages(
+        cls, layers, *, full: int, swa: int = 0, page_size: int, dtype="float32", draft_layers=()
+    ) -> "PoolLayout":
+        """The smallest pool in which so many pages of each kind, sinks not counted, can be alive at once: SWA packed
+        from the bottom, FULL from the top. `swa` is unused when no layer is stored there."""
+        layout = cls._unlimited(layers, page_size, dtype, draft_layers)
+        page, below = layout.page_units("full"), layout.min_page("full")
+        if "swa" in layout.kinds:
+            below = max(below, -(-(layout.min_page("swa") + swa) * layout.page_units("swa") // page))
+        return dataclasses.replace(layout, units=(below + full) * page)
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The entry of each kind of page in use, FULL first."""
+        lists = {"layers": self.layers, "draft_layers": self.draft_layers}
+        used = {spec.storage for layers in lists.values() for spec in layers}
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return {
+            kind: _token_entry(kind, self.page_size, itemsize, lists)
+            for kind in KINDS
+            if kind == "full" or kind in used
+        }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of page in use, ("full",) or ("full", "swa")."""
+        return tuple(self.entries)
+
+    @functools.cached_property
+    def unit(self) -> int:
+        """Elements a unit: the largest power of two up to 64 that divides every entry and every row in it."""
+        sizes = [entry.size for entry in self.entries.values()]
+        sizes += [size for entry in self.entries.values() for span in entry.spans for size in (span.start, span.size)]
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return math.gcd(UNIT * itemsize, *sizes) // itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes a unit."""
+        return self.unit * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return self.units * self.unit_bytes
+
+    def entry_units(self, kind: str) -> int:
+        """Units from one slot of the kind to the next."""
+        return self.entries[kind].size // self.unit_bytes
+
+    def page_units(self, kind: str) -> int:
+        """Units a page of the kind."""
+        return self.entries[kind].per_page * self.entry_units(kind)
+
+    def num_pages(self, kind: str) -> int:
+        """Pages of the kind that the pool has addresses for, sinks counted."""
+        return self.units // self.page_units(kind)
+
+    def min_page(self, kind: str) -> int:
+        """First page of the kind that overlaps no sink: the least that may be handed out."""
+        floor = max(map(self.page_units, self.kinds))
+        return -(-floor // self.page_units(kind))
+
+    def row(self, layer: int, draft: bool = False) -> Row:
+        """Where K and V of a layer lie in the entry of its kind: `layer` indexes `layers`, or `draft_layers`."""
+        owner = ("draft_layers", self.draft_layers) if draft else ("layers", self.layers)
+        if not 0 <= layer < len(owner[1]):
+            raise ValueError(f"layer={layer}: {owner[0]} has {len(owner[1])} elements")
+        kind = owner[1][layer].storage
+        key, value = (span for span in self.entries[kind].spans if span.owner == (owner[0], layer))
+        return Row(kind, *(bytes // self.unit_bytes for bytes in (key.start, value.start, key.size, value.size)))
