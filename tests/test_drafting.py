@@ -124,7 +124,7 @@ def test_a_stale_row_in_the_draft_cache_shows():
     spec, params = make_step("self", batch=3, page=4, D=4, new=30)
 
     def damage(state):
-        pages, L = jaxspec.pages_of(state), jaxspec.requests_of(state).seq_len[1]
+        pages, L = state.pages, jaxspec.requests_of(state).seq_len[1]
         position = L - 2
         slot = pages.v2p[pages.page_table[1, position // 4], 0] * 4 + position % 4
         cache = state.draft.cache

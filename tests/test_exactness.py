@@ -137,7 +137,7 @@ def unreadable_slots(state, spec, draft):
     The target's next queries start at position L and read rows up to L - 1. The draft's start at L - 1 and write that
     row first.
     """
-    requests, pages = jax.device_get((jaxspec.requests_of(state), jaxspec.pages_of(state)))
+    requests, pages = jax.device_get((jaxspec.requests_of(state), state.pages))
     page = spec.config.page_size
     cache = kv_caches(state)[1 if draft else 0]
     masks = []
@@ -172,7 +172,7 @@ def poison(state, spec):
 
 def shuffle_pages(state, spec, rng):
     """The state with all physical pages moved to other places, tables and free stacks following."""
-    pages = jax.device_get(jaxspec.pages_of(state))
+    pages = jax.device_get(state.pages)
     page = spec.config.page_size
     v2p, free = pages.v2p.copy(), pages.free.copy()
     moves = []
@@ -194,7 +194,7 @@ def shuffle_pages(state, spec, rng):
             group.append(jax.numpy.asarray(buffer.reshape(-1, page, *buffer.shape[1:])[source].reshape(buffer.shape)))
         groups.append(group)
     state = with_buffers(state, *groups)
-    return state.replace(v2p=jax.numpy.asarray(v2p), free=jax.numpy.asarray(free))
+    return state.replace(pages=state.pages.replace(v2p=jax.numpy.asarray(v2p), free=jax.numpy.asarray(free)))
 
 
 def run_by_rounds(spec, params, prompts, meddle):

@@ -9,18 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.cache import allocate, init_pages, release, retire
+from jaxspec.cache import Pages, init_pages
+from jaxspec.cache.pages import retirement_threshold
 
 R, P, B = 4, 6, 3  # request rows (0 is the sink), pages a row, lanes
 
 
-@functools.cache
-def operations(page_size, swa):
-    """The three operations, each compiled once for all that hypothesis tries."""
-    give = jax.jit(functools.partial(allocate, page_size=page_size, max_new=P, swa=swa))
-    drop = jax.jit(functools.partial(retire, page_size=page_size, max_retired=2))
-    end = jax.jit(functools.partial(release, swa=swa))
-    return give, drop, end
+# The three operations, each compiled once for all that hypothesis tries.
+WINDOW = 3
+GIVE = jax.jit(functools.partial(Pages.allocate, cache=None, max_new=P))
+DROP = jax.jit(functools.partial(Pages.retire, window=WINDOW, max_retired=2))
+END = jax.jit(Pages.release)
+
+
+def allocate(pages, rows, lengths, max_new=4):
+    pages, _, ok = pages.allocate(None, jnp.array(rows), jnp.array(lengths), max_new=max_new)
+    return pages, ok
 
 
 class Book:
@@ -50,8 +54,8 @@ class Book:
                 self.rows[row].append([virtual, full, swa if self.swa else None])
         return True
 
-    def retire(self, row, first_key):
-        stop = min(max(first_key, 0) // self.page_size, len(self.rows[row]), self.retired[row] + 2)
+    def retire(self, row, length):
+        stop = min(max(length - WINDOW, 0) // self.page_size, len(self.rows[row]), self.retired[row] + 2)
         for page in self.rows[row][self.retired[row] : stop]:
             page[2] = None
         self.retired[row] = max(self.retired[row], stop)
@@ -92,90 +96,92 @@ OPERATION = st.one_of(
 @given(operations_done=st.lists(OPERATION, max_size=14), seed=st.sampled_from([None, 3]))
 def test_against_a_book(page_size, swa, operations_done, seed):
     """Lengths are drawn in 64ths of a full row, so that page edges and exhaustion are common for every page size."""
-    num_pages, num_swa_pages = 11, 8 if swa else 1
-    give, drop, end = operations(page_size, swa)
-    pages = init_pages(rows=R, pages_per_row=P, num_pages=num_pages, num_swa_pages=num_swa_pages, seed=seed)
-    book = Book(num_pages, num_swa_pages, page_size, swa)
+    num_pages, num_swa_pages = 11, 8 if swa else 0
+    pages = init_pages(
+        rows=R, pages_per_row=P, num_pages=num_pages, num_swa_pages=num_swa_pages, page_size=page_size, seed=seed
+    )
+    book = Book(num_pages, max(num_swa_pages, 1), page_size, swa)
     for name, who, what in operations_done:
         before = pages
         if name == "release":
             ended = np.array(who)
-            pages = end(pages, jnp.asarray(ended))
+            pages = END(pages, jnp.asarray(ended))
             for row in range(1, R):
                 if ended[row]:
                     book.release(row)
         else:
             rows = who[:B]
             lengths = [-(-x * P * page_size // 64) for x in what]
-            lanes = jnp.asarray(rows, jnp.int32), jnp.asarray(lengths, jnp.int32)
+            lanes = {"req_rows": jnp.asarray(rows, jnp.int32), "lengths": jnp.asarray(lengths, jnp.int32)}
             wishes = {row: length for row, length in zip(rows, lengths, strict=True) if row}
             if name == "allocate":
-                pages, ok = give(pages, *lanes)
+                pages, _, ok = GIVE(pages, **lanes)
                 assert bool(ok) == book.allocate(wishes, jax.device_get(pages))
                 if not ok:
                     jax.tree.map(np.testing.assert_array_equal, pages, before)
             elif swa:
-                pages = drop(pages, *lanes)
-                for row, first_key in wishes.items():
-                    book.retire(row, first_key)
+                pages = DROP(pages, **lanes)
+                for row, length in wishes.items():
+                    book.retire(row, length)
         book.check(jax.device_get(pages))
 
 
 def fresh(**changes):
-    return init_pages(**{"rows": 3, "pages_per_row": 4, "num_pages": 8, "num_swa_pages": 8, **changes})
+    settings = {"rows": 3, "pages_per_row": 4, "num_pages": 8, "num_swa_pages": 8, "page_size": 4}
+    return init_pages(**{**settings, **changes})
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 def test_page_edges(page_size):
     for pages_wanted in range(1, 4):
         for length in (pages_wanted * page_size - page_size + 1, pages_wanted * page_size):
-            pages, ok = allocate(fresh(), jnp.array([1]), jnp.array([length]), page_size=page_size, max_new=4, swa=True)
+            pages, ok = allocate(fresh(page_size=page_size), [1], [length])
             assert ok and int(pages.num_pages[1]) == pages_wanted
 
 
 def test_a_page_more_than_there_is_fails_whole():
     """Row 1 alone could be served: none gets anything."""
     before = fresh(num_pages=6, num_swa_pages=6)
-    pages, ok = allocate(before, jnp.array([1, 2]), jnp.array([16, 8]), page_size=4, max_new=4, swa=True)
+    pages, ok = allocate(before, [1, 2], [16, 8])
     assert not ok
     jax.tree.map(np.testing.assert_array_equal, pages, before)
-    pages, ok = allocate(before, jnp.array([1, 2]), jnp.array([16, 4]), page_size=4, max_new=4, swa=True)
+    pages, ok = allocate(before, [1, 2], [16, 4])
     assert ok and pages.free_count.tolist() == [0, 0, 0]
 
 
 def test_more_new_pages_than_announced_fail():
     """`max_new` fixes the shapes: a row that lacks more is refused, not given a part."""
     before = fresh()
-    pages, ok = allocate(before, jnp.array([1]), jnp.array([12]), page_size=4, max_new=2, swa=True)
+    pages, ok = allocate(before, [1], [12], max_new=2)
     assert not ok
     jax.tree.map(np.testing.assert_array_equal, pages, before)
 
 
 @pytest.mark.parametrize("swa", [True, False])
 def test_sliding_pages_run_out_alone(swa):
-    before = fresh(num_swa_pages=3)
-    _, ok = allocate(before, jnp.array([1]), jnp.array([12]), page_size=4, max_new=4, swa=swa)
+    before = fresh(num_swa_pages=3 if swa else 0)
+    _, ok = allocate(before, [1], [12])
     assert bool(ok) == (not swa)
 
 
 def test_retired_pages_serve_others():
     """Retiring twice frees once; what a row gave back another row gets; releasing it later frees each page once."""
-    pages, _ = allocate(fresh(num_swa_pages=4), jnp.array([1]), jnp.array([12]), page_size=4, max_new=4, swa=True)
+    pages, _ = allocate(fresh(num_swa_pages=4), [1], [12])
     assert pages.free_count.tolist() == [4, 4, 0]
     for _ in range(2):
-        pages = retire(pages, jnp.array([1]), jnp.array([8]), page_size=4, max_retired=3)
+        pages = pages.retire(jnp.array([1]), jnp.array([8 + WINDOW]), WINDOW, max_retired=3)
         assert pages.free_count.tolist() == [4, 4, 2]
-    pages, ok = allocate(pages, jnp.array([2]), jnp.array([8]), page_size=4, max_new=4, swa=True)
+    pages, ok = allocate(pages, [2], [8])
     assert ok and pages.free_count.tolist() == [2, 2, 0]
-    pages = release(pages, jnp.array([False, True, True]), swa=True)
+    pages = pages.release(jnp.array([False, True, True]))
     assert pages.free_count.tolist() == [7, 7, 3]
     assert sorted(pages.free[2, 1:4].tolist()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("first_key", "retired"), [(-5, 0), (0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
-def test_a_page_is_retired_when_all_of_it_is_behind(first_key, retired):
-    pages, _ = allocate(fresh(), jnp.array([1]), jnp.array([12]), page_size=4, max_new=4, swa=True)
-    pages = retire(pages, jnp.array([1]), jnp.array([first_key]), page_size=4, max_retired=4)
+@pytest.mark.parametrize(("length", "retired"), [(-5, 0), (0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
+def test_a_page_is_retired_when_all_of_it_is_behind(length, retired):
+    pages, _ = allocate(fresh(), [1], [12])
+    pages = pages.retire(jnp.array([1]), jnp.array([length + WINDOW]), WINDOW, max_retired=4)
     bound = [int(pages.v2p[page, 1]) > 0 for page in pages.page_table[1, :3]]
     assert bound == [False] * retired + [True] * (3 - retired)
 
@@ -185,3 +191,16 @@ def test_seed_changes_the_order_only():
     assert plain.free[0].tolist() != shuffled.free[0].tolist()
     for kind in range(3):
         assert sorted(plain.free[kind].tolist()) == sorted(shuffled.free[kind].tolist())
+
+
+@pytest.mark.parametrize(
+    ("window", "page_size", "length", "alone", "shared"),
+    [(1000, 128, 1535, 512, 384), (6, 4, 15, 8, 4), (8, 4, 16, 8, 8), (100, 128, 300, 128, 128)],
+)
+def test_retirement_with_and_without_prefix_sharing(window, page_size, length, alone, shared):
+    """First token that stays bound. With sharing, a cut at any whole page finds all of its window."""
+    for sharing, wanted in ((False, alone), (True, shared)):
+        threshold = int(retirement_threshold(jnp.int32(length), window, page_size, sharing))
+        assert threshold // page_size * page_size == wanted
+    cut = length // page_size * page_size
+    assert shared <= max(cut - window, 0)

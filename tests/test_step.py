@@ -46,7 +46,7 @@ def generate(spec, params, prompts, **settings):
 
 def all_free(state):
     """Whether the stacks hold every page once and no row owns any."""
-    pages = jax.device_get(jaxspec.pages_of(state))
+    pages = jax.device_get(state.pages)
     swa, full = (buffer.shape[0] // state.cache.page_size for buffer in state.cache.buffers)
     stacks = [sorted(pages.free[kind, 1 : 1 + int(pages.free_count[kind])].tolist()) for kind in range(3)]
     return not pages.num_pages.any() and stacks == [list(range(1, n)) for n in (full, full, swa)]
@@ -166,9 +166,9 @@ def test_rows_that_cross_get_their_page():
     spec, params = make_step("plain", page=16, D=4, context_len=48, new=8)
     state = jaxspec.init_state(TARGET, None, spec.config, [prompt(30)])
     state, _ = spec.prefill(params, state)
-    assert jaxspec.pages_of(state).num_pages[1] == 2
+    assert state.pages.num_pages[1] == 2
     state, _ = jax.jit(jaxspec.prepare, static_argnums=0)(spec, state)
-    assert jaxspec.pages_of(state).num_pages[1] == 3
+    assert state.pages.num_pages[1] == 3
 
 
 def test_rows_past_the_context_limit():
@@ -188,8 +188,8 @@ def leaves_outside_the_sink(state):
     """Every leaf but the metadata scratch, without what belongs to the sink: page 0, row 0."""
     page = state.cache.page_size
     buffers = [*state.cache.buffers, *(state.draft.cache.buffers if state.draft != () else ())]
-    rows = [state.tokens, state.stop_ids, state.round_log, state.page_table]
-    requests, pages = dataclasses.asdict(jaxspec.requests_of(state)), jaxspec.pages_of(state)
+    rows = [state.tokens, state.stop_ids, state.round_log, state.pages.page_table]
+    requests, pages = dataclasses.asdict(jaxspec.requests_of(state)), state.pages
     rows += [*requests.values(), pages.num_pages, pages.swa_start]
     return jax.device_get(
         [b[page:] for b in buffers] + [r[1:] for r in rows] + [pages.free, pages.free_count, pages.v2p]
@@ -237,7 +237,7 @@ def test_sliding_pages_are_retired(greedy):
     state, _ = spec.prefill(params, state)
     most = -(-(WINDOW - 1) // 4) + 1
     for _ in range(NEW):
-        pages, requests = jax.device_get((jaxspec.pages_of(state), jaxspec.requests_of(state)))
+        pages, requests = jax.device_get((state.pages, jaxspec.requests_of(state)))
         for row in (1, 2, 3):
             owned = pages.page_table[row, : pages.num_pages[row]]
             bound = pages.v2p[owned, 1] > 0

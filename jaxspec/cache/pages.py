@@ -1,4 +1,4 @@
-"""Page allocation on the device: fixed shapes, no host read, usable inside a jitted loop.
+"""Page allocation on the device, a pool for each kind of page: fixed shapes, no host read, usable inside a jitted loop.
 
 A request row owns *virtual* pages, one for each `page_size` tokens, listed in `page_table`. `v2p` maps a virtual page
 to the physical page of each storage kind: column 0 FULL, column 1 SWA. The same virtual page names both, and the two
@@ -12,6 +12,8 @@ nothing to do writes 0 there, so all scatters have in-range indices and need no 
 Worked row, page_size 4, a request of 6 tokens that grows to 9: it owns virtual pages [5, 3] and needs 3, so one page,
 say 8, is popped from each stack: page_table row [5, 3, 8, 0, ...], v2p[8] = (FULL page, SWA page).
 """
+
+from typing import Any
 
 import flax.struct
 import jax
@@ -33,26 +35,161 @@ class Pages:
       free: int32[3, NV], stacks of free virtual, FULL and SWA pages; live entries are at 1 .. count, cell 0 is the
         sink.
       free_count: int32[3], how many entries of each stack are live.
-      num_pages: int32[R], pages a row owns.
-      swa_start: int32[R], first page of a row that is still bound in SWA; pages before it are retired.
+      rows: int32[2, R], pages a row owns, and its first page that is still bound in SWA; those before it are retired.
+      page_size: tokens a page (static).
+      has_swa: whether new virtual pages are bound in SWA too (static).
     """
 
     page_table: Array
     v2p: Array
     free: Array
     free_count: Array
-    num_pages: Array
-    swa_start: Array
+    rows: Array
+    page_size: int = flax.struct.field(pytree_node=False)
+    has_swa: bool = flax.struct.field(pytree_node=False)
+
+    @property
+    def num_pages(self) -> Array:
+        """int32[R], pages a row owns."""
+        return self.rows[0]
+
+    @property
+    def swa_start(self) -> Array:
+        """int32[R], first page of a row that is still bound in SWA."""
+        return self.rows[1]
+
+    def fits(self, full: Array, swa: Array) -> Array:
+        """bool[], whether so many pages of each kind are free."""
+        enough = full <= self.free_count[FULL]
+        return enough & (swa <= self.free_count[SWA]) if self.has_swa else enough
+
+    def allocate(self, cache, req_rows: Array, lengths: Array, *, max_new: int) -> tuple["Pages", Any, Array]:
+        """Gives each row the pages it lacks to hold `lengths` tokens; all rows or none.
+
+        Args:
+          cache: the K/V buffers, which no allocation of separate pools touches.
+          req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
+          lengths: int32[B], tokens each row must have room for; at most P * page_size.
+          max_new: most pages one row can lack (static).
+
+        Returns:
+          The pages after, the cache, and bool[], whether there were enough pages. If not, all is as it was.
+
+        Example:
+          >>> pages = init_pages(rows=2, pages_per_row=4, num_pages=5, num_swa_pages=0, page_size=4)
+          >>> pages, _, ok = pages.allocate(None, jnp.array([1]), jnp.array([5]), max_new=2)
+          >>> bool(ok), int(pages.num_pages[1]), pages.page_table[1].tolist()
+          (True, 2, [4, 3, 0, 0])
+        """
+        owned = self.num_pages[req_rows]
+        lacking = -(-lengths // self.page_size) - owned
+        lacking = jnp.where(req_rows > 0, jnp.maximum(lacking, 0), 0)
+        total = lacking.sum(dtype=jnp.int32)  # with x64 on, sums of int32 are int64 unless told
+        ok = self.fits(total, total) & (lacking <= max_new).all()
+        taken = jnp.where(ok, lacking, 0)
+
+        lane = jnp.arange(max_new, dtype=jnp.int32)
+        wanted = lane < taken[:, None]  # [B, max_new]
+        nth = (jnp.cumsum(taken, dtype=jnp.int32) - taken)[:, None] + lane  # rank among all pages handed out
+
+        def pop(kind):
+            return self.free[kind, jnp.where(wanted, self.free_count[kind] - nth, 0)]
+
+        virtual, full = pop(VIRTUAL), pop(FULL)
+        bound = jnp.stack([full, pop(SWA) if self.has_swa else jnp.where(wanted, UNBOUND, 0)], -1)
+        used = taken.sum(dtype=jnp.int32) * jnp.array([1, 1, int(self.has_swa)], jnp.int32)
+        row, column = jnp.where(wanted, req_rows[:, None], 0), jnp.where(wanted, owned[:, None] + lane, 0)
+        after = self.replace(
+            page_table=self.page_table.at[row, column].set(virtual),
+            v2p=self.v2p.at[virtual].set(bound),
+            free_count=self.free_count - used,
+            rows=self.rows.at[0, req_rows].add(taken),
+        )
+        return after, cache, ok
+
+    def retire(
+        self, req_rows: Array, lengths: Array, window: int, *, max_retired: int, prefix_sharing: bool = False
+    ) -> "Pages":
+        """Frees the SWA pages that lie wholly before what later queries of the row can see.
+
+        Args:
+          req_rows: int32[B], request row of each lane, all different; 0 retires nothing.
+          lengths: int32[B], committed tokens L of each.
+          window: tokens a query sees, itself included.
+          max_retired: most pages a row retires in this call (static); the rest follows in later calls.
+          prefix_sharing: see `retirement_threshold` (static).
+
+        Returns:
+          The pages after: the SWA binding of retired pages is -1, their virtual id and FULL page are as they were.
+        """
+        start = self.swa_start[req_rows]
+        threshold = retirement_threshold(lengths, window, self.page_size, prefix_sharing)
+        stop = jnp.minimum(threshold // self.page_size, self.num_pages[req_rows])
+        stop = jnp.where(req_rows > 0, jnp.clip(stop, start, start + max_retired), start)
+        column = start[:, None] + jnp.arange(max_retired, dtype=jnp.int32)
+        due = column < stop[:, None]
+        virtual = jnp.where(due, self.page_table[req_rows[:, None], jnp.where(due, column, 0)], 0)
+        free, count = _push(self, (SWA,), (self.v2p[virtual, 1],), (due,))
+        return self.replace(
+            v2p=self.v2p.at[virtual, 1].set(jnp.where(due, UNBOUND, 0)),
+            free=free,
+            free_count=count,
+            rows=self.rows.at[1, req_rows].set(stop),
+        )
+
+    def release(self, ended: Array) -> "Pages":
+        """Takes back every page of the rows that ended.
+
+        Args:
+          ended: bool[R], rows whose pages return to the stacks; the sink row never has any.
+
+        Returns:
+          The pages after; ended rows own nothing and their page-table rows are 0.
+        """
+        column = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
+        owned = ended[:, None] & (column < self.num_pages[:, None])  # [R, P]
+        virtual = jnp.where(owned, self.page_table, 0)
+        physical = self.v2p[virtual]
+        full, windowed = physical[..., 0], physical[..., 1]
+        if self.has_swa:
+            kinds, ids = (VIRTUAL, FULL, SWA), (virtual, full, windowed)
+            free, count = _push(self, kinds, ids, (owned, owned, owned & (windowed > 0)))
+        else:
+            free, count = _push(self, (VIRTUAL, FULL), (virtual, full), (owned, owned))
+        return self.replace(
+            page_table=jnp.where(ended[:, None], 0, self.page_table),
+            v2p=self.v2p.at[virtual].set(jnp.where(owned[..., None], UNBOUND, 0)),
+            free=free,
+            free_count=count,
+            rows=jnp.where(ended, 0, self.rows),
+        )
 
 
-def init_pages(*, rows: int, pages_per_row: int, num_pages: int, num_swa_pages: int, seed: int | None = None) -> Pages:
+def retirement_threshold(lengths: Array, window: int, page_size: int, prefix_sharing: bool) -> Array:
+    """int32[B], the position before which SWA pages are retired, rounded down to a page by the caller.
+
+    With L committed tokens the next queries see keys from L - window on. Where finished sequences leave their pages to
+    others, a sequence may be cut at floor(L / page) pages and continued from there, so the window behind that cut has
+    to stay: whole pages of it, hence L - ceil_to(max(window, page), page).
+
+    Worked example, window 6, page 4, L = 15: the cut is at 12 and needs keys from 6. 15 - 6 = 9 would retire pages 0
+    and 1 (keys 0 .. 7); with prefix sharing the threshold is 15 - 8 = 7, which retires page 0 alone.
+    """
+    kept = -(-max(window, page_size) // page_size) * page_size if prefix_sharing else window
+    return jnp.maximum(lengths - kept, 0)
+
+
+def init_pages(
+    *, rows: int, pages_per_row: int, num_pages: int, num_swa_pages: int, page_size: int, seed: int | None = None
+) -> Pages:
     """All pages free, every row empty.
 
     Args:
       rows: R, the sink row included.
       pages_per_row: P.
       num_pages: virtual pages, which is also the number of FULL pages; the sink included.
-      num_swa_pages: SWA pages, the sink included; 0 or 1 when no layer uses the kind.
+      num_swa_pages: SWA pages, the sink included; 0 when no layer uses the kind.
+      page_size: tokens a page, a power of two.
       seed: None hands pages out in descending order; a number shuffles each stack, which must not change any result.
     """
     rng = None if seed is None else np.random.default_rng(seed)
@@ -69,59 +206,10 @@ def init_pages(*, rows: int, pages_per_row: int, num_pages: int, num_swa_pages: 
         v2p=jnp.asarray(v2p),
         free=jnp.asarray(free),
         free_count=jnp.asarray(counts, jnp.int32),
-        num_pages=jnp.zeros((rows,), jnp.int32),
-        swa_start=jnp.zeros((rows,), jnp.int32),
+        rows=jnp.zeros((2, rows), jnp.int32),
+        page_size=page_size,
+        has_swa=num_swa_pages > 0,
     )
-
-
-def allocate(
-    pages: Pages, req_rows: Array, lengths: Array, *, page_size: int, max_new: int, swa: bool
-) -> tuple[Pages, Array]:
-    """Gives each row the pages it lacks to hold `lengths` tokens; all rows or none.
-
-    Args:
-      pages: the state before.
-      req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
-      lengths: int32[B], tokens each row must have room for; at most P * page_size.
-      page_size: tokens a page.
-      max_new: most pages one row can lack (static).
-      swa: whether new virtual pages are bound in SWA too (static).
-
-    Returns:
-      The state after and bool[], whether there were enough pages. When there were not, the state is as it was.
-
-    Example:
-      >>> pages = init_pages(rows=2, pages_per_row=4, num_pages=5, num_swa_pages=0)
-      >>> pages, ok = allocate(pages, jnp.array([1]), jnp.array([5]), page_size=4, max_new=2, swa=False)
-      >>> bool(ok), int(pages.num_pages[1]), pages.page_table[1].tolist()
-      (True, 2, [4, 3, 0, 0])
-    """
-    owned = pages.num_pages[req_rows]
-    lacking = jnp.where(req_rows > 0, jnp.maximum((lengths + page_size - 1) // page_size - owned, 0), 0)
-    total = lacking.sum(dtype=jnp.int32)  # with x64 on, sums of int32 are int64 unless told
-    ok = (total <= pages.free_count[VIRTUAL]) & (lacking <= max_new).all()
-    if swa:
-        ok &= total <= pages.free_count[SWA]
-    taken = jnp.where(ok, lacking, 0)
-
-    lane = jnp.arange(max_new, dtype=jnp.int32)
-    wanted = lane < taken[:, None]  # [B, max_new]
-    nth = (jnp.cumsum(taken, dtype=jnp.int32) - taken)[:, None] + lane  # rank of the page among all that are handed out
-
-    def pop(kind):
-        return pages.free[kind, jnp.where(wanted, pages.free_count[kind] - nth, 0)]
-
-    virtual, full = pop(VIRTUAL), pop(FULL)
-    bound = jnp.stack([full, pop(SWA) if swa else jnp.where(wanted, UNBOUND, 0)], -1)
-    used = taken.sum(dtype=jnp.int32) * jnp.array([1, 1, int(swa)], jnp.int32)
-    return pages.replace(
-        page_table=pages.page_table.at[
-            jnp.where(wanted, req_rows[:, None], 0), jnp.where(wanted, owned[:, None] + lane, 0)
-        ].set(virtual),
-        v2p=pages.v2p.at[virtual].set(bound),
-        free_count=pages.free_count - used,
-        num_pages=pages.num_pages.at[req_rows].add(taken),
-    ), ok
 
 
 def _push(pages: Pages, kinds: tuple[int, ...], ids: tuple[Array, ...], live: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -134,63 +222,3 @@ def _push(pages: Pages, kinds: tuple[int, ...], ids: tuple[Array, ...], live: tu
     free = pages.free.at[jnp.array(kinds)[:, None], cell].set(jnp.where(live, ids, 0))
     added = [rank[kinds.index(kind), -1] if kind in kinds else jnp.int32(0) for kind in (VIRTUAL, FULL, SWA)]
     return free, pages.free_count + jnp.stack(added)
-
-
-def retire(pages: Pages, req_rows: Array, first_key: Array, *, page_size: int, max_retired: int) -> Pages:
-    """Frees the SWA pages that lie wholly before the first key any later query of the row can see.
-
-    Args:
-      pages: the state before.
-      req_rows: int32[B], request row of each lane, all different; 0 retires nothing.
-      first_key: int32[B], position of that key: committed length - window + 1; values below 0 count as 0.
-      page_size: tokens a page.
-      max_retired: most pages a row retires in this call (static); the rest follows in later calls.
-
-    Returns:
-      The state after: the pages' SWA binding is -1, their virtual id and FULL page are as they were.
-    """
-    start = pages.swa_start[req_rows]
-    stop = jnp.minimum(jnp.maximum(first_key, 0) // page_size, pages.num_pages[req_rows])
-    stop = jnp.where(req_rows > 0, jnp.clip(stop, start, start + max_retired), start)
-    column = start[:, None] + jnp.arange(max_retired, dtype=jnp.int32)
-    due = column < stop[:, None]
-    virtual = jnp.where(due, pages.page_table[req_rows[:, None], jnp.where(due, column, 0)], 0)
-    free, count = _push(pages, (SWA,), (pages.v2p[virtual, 1],), (due,))
-    return pages.replace(
-        v2p=pages.v2p.at[virtual, 1].set(jnp.where(due, UNBOUND, 0)),
-        free=free,
-        free_count=count,
-        swa_start=pages.swa_start.at[req_rows].set(stop),
-    )
-
-
-def release(pages: Pages, ended: Array, *, swa: bool) -> Pages:
-    """Takes back every page of the rows that ended.
-
-    Args:
-      pages: the state before.
-      ended: bool[R], rows whose pages return to the stacks; the sink row never has any.
-      swa: whether the SWA kind is in use (static).
-
-    Returns:
-      The state after; ended rows own nothing and their page-table rows are 0.
-    """
-    column = jnp.arange(pages.page_table.shape[1], dtype=jnp.int32)
-    owned = ended[:, None] & (column < pages.num_pages[:, None])  # [R, P]
-    virtual = jnp.where(owned, pages.page_table, 0)
-    physical = pages.v2p[virtual]
-    full, windowed = physical[..., 0], physical[..., 1]
-    if swa:
-        free, count = _push(
-            pages, (VIRTUAL, FULL, SWA), (virtual, full, windowed), (owned, owned, owned & (windowed > 0))
-        )
-    else:
-        free, count = _push(pages, (VIRTUAL, FULL), (virtual, full), (owned, owned))
-    return Pages(
-        page_table=jnp.where(ended[:, None], 0, pages.page_table),
-        v2p=pages.v2p.at[virtual].set(jnp.where(owned[..., None], UNBOUND, 0)),
-        free=free,
-        free_count=count,
-        num_pages=jnp.where(ended, 0, pages.num_pages),
-        swa_start=jnp.where(ended, 0, pages.swa_start),
-    )

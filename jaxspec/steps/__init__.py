@@ -2,7 +2,7 @@
 
 from jaxspec.steps.prefill import prefill
 from jaxspec.steps.round import StepOutput, commit, draft, prepare, run_round, verify
-from jaxspec.steps.state import Requests, SpecState, init_state, pages_of, requests_of
+from jaxspec.steps.state import Requests, SpecState, init_state, requests_of
 from jaxspec.steps.step import Params, SpecStep, compiler_options, make_spec_step
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "draft",
     "init_state",
     "make_spec_step",
-    "pages_of",
     "prefill",
     "prepare",
     "requests_of",

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import allocate
 from jaxspec.metadata import draft_extend_metadata, verify_layout
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages
-from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, pages_of, requests_of
+from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
 from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
 
@@ -52,30 +51,22 @@ def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
 def _fits(spec, state: SpecState) -> Array:
     """bool[], whether the free pages hold all waiting prompts; sliding-window pages are counted at their peak."""
     config, window = spec.config, spec.target.swa_window
-    requests, pages = requests_of(state), pages_of(state)
+    requests = requests_of(state)
     wanted = jnp.where(requests.status == WAITING, -(-requests.prompt_len // config.page_size), 0)
-    fits = wanted.sum() <= pages.free_count[1]
-    if window is not None:
-        fits &= jnp.minimum(wanted, config.swa_pages_per_row(window)).sum() <= pages.free_count[2]
-    return fits
+    windowed = 0 if window is None else jnp.minimum(wanted, config.swa_pages_per_row(window)).sum()
+    return state.pages.fits(wanted.sum(), windowed)
 
 
 def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tuple[SpecState, PackedMetadata]:
     config, C = spec.config, spec.config.prefill_chunk
-    requests, pages = requests_of(state), pages_of(state)
+    requests = requests_of(state)
     waiting = requests.status[1:] == WAITING
     rows = jnp.where(waiting, jnp.arange(1, config.rows, dtype=jnp.int32), 0)
     seq_lens = jnp.where(waiting, requests.seq_len[1:], 0)
     extend_lens = jnp.where(waiting, jnp.minimum(requests.prompt_len[1:] - seq_lens, C), 0)
 
-    pages, _ = allocate(
-        pages,
-        rows,
-        seq_lens + extend_lens,
-        page_size=config.page_size,
-        swa=spec.target.swa_window is not None,
-        max_new=min(-(-C // config.page_size) + 1, config.pages_per_row),
-    )
+    max_new = min(-(-C // config.page_size) + 1, config.pages_per_row)
+    pages, cache, _ = state.pages.allocate(state.cache, rows, seq_lens + extend_lens, max_new=max_new)
     metadata, packed = draft_extend_metadata(
         seq_lens,
         extend_lens,
@@ -89,7 +80,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     column = jnp.arange(C, dtype=jnp.int32)
     real = column < extend_lens[:, None]
     tokens = jnp.where(real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0)
-    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, state.cache, metadata)
+    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
     draft_state = state.draft
     if spec.drafter is not None:
         draft_state = spec.drafter.prefill(params.draft, draft_state, tokens, metadata)

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import Pages, allocate, release, retire
+from jaxspec.cache import Pages
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
 from jaxspec.steps.state import (
@@ -26,7 +26,6 @@ from jaxspec.steps.state import (
     Requests,
     SpecState,
     lanes_to_rows,
-    pages_of,
     requests_of,
 )
 from jaxspec.verification import greedy_accept, greedy_token, trim_run
@@ -103,14 +102,13 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
       The state with pages handed out (or as it was, if there are not enough) and the plan.
     """
     config = spec.config
-    swa = spec.target.swa_window is not None
-    requests, pages = requests_of(state), pages_of(state)
+    requests = requests_of(state)
     lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
     reach = jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len)
     max_new = min(-(-config.num_draft_tokens // config.page_size) + 1, config.pages_per_row)
-    pages, enough = allocate(pages, rows, reach, page_size=config.page_size, max_new=max_new, swa=swa)
+    pages, cache, enough = state.pages.allocate(state.cache, rows, reach, max_new=max_new)
 
     rows = jnp.where(enough, rows, 0)
     seq_lens = jnp.where(rows > 0, requests.seq_len[1:], 0)
@@ -133,7 +131,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
         anchor=anchor,
         metadata=metadata,
     )
-    return state.with_(pages=pages, metadata=packed), plan
+    return state.replace(pages=pages, cache=cache, metadata=packed), plan
 
 
 def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, Drafts]:
@@ -157,8 +155,8 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
         seq_lens=plan.seq_lens,
         anchor=plan.anchor,
         metadata=plan.metadata,
-        page_rows=state.page_table,
-        v2p=state.v2p,
+        page_rows=state.pages.page_table,
+        v2p=state.pages.v2p,
     )
     draft_state, drafts = spec.drafter.propose(params.draft, state.draft, context, num_drafts)
     # A draft past the context limit has no row, so there is nothing to verify it with.
@@ -198,7 +196,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
     Returns:
       The state after the round, and what happened.
     """
-    requests, pages = requests_of(state), pages_of(state)
+    requests = requests_of(state)
     rows = plan.req_rows
     active = rows > 0
     count = jnp.where(active, verdict.accepted + 1, 0)
@@ -211,7 +209,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         seq_len=requests.seq_len + lanes_to_rows(keep),
         verify_count=requests.verify_count + lanes_to_rows(active.astype(jnp.int32)),
     )
-    pages = free_pages(spec, requests, pages, rows, max_advance=spec.config.num_draft_tokens)
+    pages = free_pages(spec, requests, state.pages, rows, max_advance=spec.config.num_draft_tokens)
     state = state.with_(
         requests=requests,
         pages=pages,
@@ -289,10 +287,9 @@ def free_pages(spec, requests: Requests, pages: Pages, rows: Array, *, max_advan
     """
     config, window = spec.config, spec.target.swa_window
     if window is not None:
-        first_key = requests.seq_len[1:] - window + 1
         max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
-        pages = retire(pages, rows, first_key, page_size=config.page_size, max_retired=max_retired)
-    return release(pages, (requests.status == FINISHED) & (pages.num_pages > 0), swa=window is not None)
+        pages = pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
+    return pages.release((requests.status == FINISHED) & (pages.num_pages > 0))
 
 
 def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:

@@ -2,8 +2,7 @@
 
 A jitted call costs host time for each leaf of its state, so the state has few: the KV buffers, the page tables, the
 token history, the log of rounds and one packed int32 array that holds every per-request number. Inside the step
-`requests_of` and `pages_of` open it as dataclasses, and `SpecState.with_` packs them again; XLA sees slices and one
-concatenation.
+`requests_of` opens it as a dataclass, and `SpecState.with_` packs it again; XLA sees slices and one concatenation.
 
 Request rows: row 0 is the sink row, row b + 1 belongs to batch lane b.
 """
@@ -57,8 +56,6 @@ class Requests:
 
 
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(Requests))
-_PAGE_ROWS = ("num_pages", "swa_start")
-_PACKED_ROWS = len(_REQUEST_FIELDS) + len(_PAGE_ROWS) + 1  # the last row holds the free-page counts
 
 
 @flax.struct.dataclass
@@ -68,36 +65,27 @@ class SpecState:
     Attributes:
       cache: the target's KV buffers.
       draft: the drafter's own state.
-      page_table: int32[R, P], virtual pages of each request row.
-      v2p: int32[NV, 2], physical FULL and SWA page of each virtual page.
-      free: int32[3, NV], stacks of free pages.
+      pages: who owns which page.
       tokens: int32[R, T], prompt and emitted tokens.
       stop_ids: int32[R, S], ids that end a request, -1 where unused.
       round_log: int32[R, M, 2], for each round of a request: accepted drafts, and tokens emitted after stop and length
         limits.
-      packed: int32[rows, max(R, 8)], the fields of `Requests`, pages owned, first bound SWA page, free-page counts.
+      packed: int32[7, R], the fields of `Requests`.
       metadata: the buffer that each round's metadata is written to.
     """
 
     cache: KVCache
     draft: Any
-    page_table: Array
-    v2p: Array
-    free: Array
+    pages: Pages
     tokens: Array
     stop_ids: Array
     round_log: Array
     packed: Array
     metadata: PackedMetadata
 
-    def with_(self, *, requests: Requests | None = None, pages: Pages | None = None, **leaves) -> "SpecState":
-        """The state with opened parts packed again and other leaves replaced."""
-        requests = requests_of(self) if requests is None else requests
-        pages = pages_of(self) if pages is None else pages
-        width = self.packed.shape[1]
-        rows = [getattr(requests, name) for name in _REQUEST_FIELDS] + [getattr(pages, name) for name in _PAGE_ROWS]
-        packed = jnp.stack([jnp.pad(row, (0, width - row.shape[0])) for row in (*rows, pages.free_count)])
-        return self.replace(packed=packed, page_table=pages.page_table, v2p=pages.v2p, free=pages.free, **leaves)
+    def with_(self, *, requests: Requests, **parts) -> "SpecState":
+        """The state with opened requests packed again and other parts replaced."""
+        return self.replace(packed=jnp.stack([getattr(requests, name) for name in _REQUEST_FIELDS]), **parts)
 
 
 def lanes_to_rows(lanes: Array) -> Array:
@@ -107,21 +95,7 @@ def lanes_to_rows(lanes: Array) -> Array:
 
 def requests_of(state: SpecState) -> Requests:
     """The per-request numbers of a state."""
-    R = state.page_table.shape[0]
-    return Requests(**{name: state.packed[i, :R] for i, name in enumerate(_REQUEST_FIELDS)})
-
-
-def pages_of(state: SpecState) -> Pages:
-    """The page tables and stacks of a state."""
-    R, offset = state.page_table.shape[0], len(_REQUEST_FIELDS)
-    owned = {name: state.packed[offset + i, :R] for i, name in enumerate(_PAGE_ROWS)}
-    return Pages(
-        page_table=state.page_table,
-        v2p=state.v2p,
-        free=state.free,
-        free_count=state.packed[_PACKED_ROWS - 1, :3],
-        **owned,
-    )
+    return Requests(**{name: state.packed[i] for i, name in enumerate(_REQUEST_FIELDS)})
 
 
 def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
@@ -228,7 +202,8 @@ def init_state(
         rows=R,
         pages_per_row=config.pages_per_row,
         num_pages=config.full_pages(),
-        num_swa_pages=config.swa_pages(window),
+        num_swa_pages=0 if window is None else config.swa_pages(window),
+        page_size=config.page_size,
         seed=config.pool_seed,
     )
     layout = verify_layout(
@@ -246,13 +221,11 @@ def init_state(
             dtype=target.dtype,
         ),
         draft=() if drafter is None else drafter.init(config),
-        page_table=pages.page_table,
-        v2p=pages.v2p,
-        free=pages.free,
+        pages=pages,
         tokens=jnp.asarray(tokens),
         stop_ids=jnp.asarray(stops),
         round_log=jnp.zeros((R, max(min(config.max_new_tokens, config.context_len), 1), 2), jnp.int32),
-        packed=jnp.zeros((_PACKED_ROWS, max(R, 8)), jnp.int32),
+        packed=jnp.zeros((len(_REQUEST_FIELDS), R), jnp.int32),
         metadata=PackedMetadata.zeros(layout),
     )
-    return state.with_(requests=Requests(**{name: jnp.asarray(row) for name, row in fields.items()}), pages=pages)
+    return state.with_(requests=Requests(**{name: jnp.asarray(row) for name, row in fields.items()}))
