@@ -6,6 +6,8 @@ import numbers
 from jaxspec.errors import InputError
 from pallas_kernels import BACKENDS
 
+MEMORIES = ("static", "unified")
+
 
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
@@ -20,6 +22,10 @@ class SpecConfig:
       prefill_chunk: prompt tokens processed per request and prefill forward.
       num_pages: FULL pages, the sink included. None: enough for B sequences of context_len.
       num_swa_pages: SWA pages, the sink included. None: enough for B windows in flight.
+      memory: "static", a buffer a layer and a pool for each kind of page; or "unified", one pool for all of them, where
+        what one kind frees the others can have.
+      pool_bytes: size of the unified pool. None: what the pages of split pools would take.
+      logprobs: whether the log-probability of every emitted token is kept.
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
       kernel_backend: who runs the metadata kernels: None chooses by device; or 'reference', 'interpret', 'triton' or
         'mosaic'.
@@ -33,19 +39,33 @@ class SpecConfig:
     prefill_chunk: int = 128
     num_pages: int | None = None
     num_swa_pages: int | None = None
+    memory: str = "static"
+    pool_bytes: int | None = None
+    logprobs: bool = False
     pool_seed: int | None = None
     kernel_backend: str | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "kernel_backend" and value is not None and not isinstance(value, numbers.Integral):
+            if (
+                field.name not in ("kernel_backend", "memory")
+                and value is not None
+                and not isinstance(value, numbers.Integral)
+            ):
                 raise InputError(f"{field.name}={value!r}: must be an integer")
         for name in ("batch_size", "num_draft_tokens", "context_len", "page_size", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_new_tokens < 0:
             raise InputError(f"max_new_tokens={self.max_new_tokens}: must be at least 0")
+        if self.memory not in MEMORIES:
+            raise InputError(f"memory={self.memory!r}: must be one of {', '.join(map(repr, MEMORIES))}")
+        if self.pool_bytes is not None and (self.memory != "unified" or self.num_pages or self.num_swa_pages):
+            raise InputError(
+                f"pool_bytes={self.pool_bytes}: it sizes the pool of memory='unified', in place of num_pages and "
+                "num_swa_pages"
+            )
         for name in ("num_pages", "num_swa_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -75,6 +95,12 @@ class SpecConfig:
         return -(-self.context_len // self.page_size)
 
     @property
+    def reserve(self) -> int:
+        """Rows that a round makes sure of, from the committed length on: its own D, and with unified memory those of
+        the next round too."""
+        return self.num_draft_tokens * (2 if self.memory == "unified" else 1)
+
+    @property
     def rows(self) -> int:
         """R, request rows: the sink row 0 and one for each batch slot."""
         return self.batch_size + 1
@@ -85,7 +111,7 @@ class SpecConfig:
 
     def swa_pages_per_row(self, window: int) -> int:
         """SWA pages one request may hold at once, while a forward of the widest kind is in flight."""
-        widest = max(self.num_draft_tokens, self.prefill_chunk)
+        widest = max(self.reserve, self.prefill_chunk)
         return min(self.pages_per_row, -(-(window + widest - 1) // self.page_size) + 1)
 
     def swa_pages(self, window: int | None) -> int:

@@ -3,6 +3,7 @@
 from jaxspec.cache.kv import KVCache, PoolCache, init_cache, init_pool
 from jaxspec.cache.layout import Entry, LayerSpec, PoolLayout, Row, Span
 from jaxspec.cache.pages import Pages, init_pages
+from jaxspec.cache.unified import UnifiedPages, init_unified
 
 __all__ = [
     "Entry",
@@ -13,7 +14,9 @@ __all__ = [
     "PoolLayout",
     "Row",
     "Span",
+    "UnifiedPages",
     "init_cache",
     "init_pages",
     "init_pool",
+    "init_unified",
 ]

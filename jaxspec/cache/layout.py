@@ -301,6 +301,18 @@ class PoolLayout:
         floor = max(map(self.page_units, self.kinds))
         return -(-floor // self.page_units(kind))
 
+    @property
+    def room(self) -> int:
+        """Units that pages can have: all but the sinks, and the rest at the end that is no whole FULL page."""
+        lowest = self.kinds[-1]
+        return self.num_pages("full") * self.page_units("full") - self.min_page(lowest) * self.page_units(lowest)
+
+    def holds(self, *, full: int, swa: int = 0) -> bool:
+        """Whether so many pages of each kind can be alive at once."""
+        counts = (full, swa)[: len(self.kinds)]
+        wanted = sum(count * self.page_units(kind) for count, kind in zip(counts, self.kinds, strict=True))
+        return full <= self.num_pages("full") - self.min_page("full") and wanted <= self.room
+
     def row(self, layer: int, draft: bool = False) -> Row:
         """Where K and V of a layer lie in the entry of its kind: `layer` indexes `layers`, or `draft_layers`."""
         owner = ("draft_layers", self.draft_layers) if draft else ("layers", self.layers)

@@ -26,6 +26,7 @@ from jaxspec.cli import environment, prompts, report
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions
+from jaxspec.config import MEMORIES
 from jaxspec.drafting import Drafter
 from jaxspec.generation import LOOPS
 from jaxspec.models import Checkpoint
@@ -106,6 +107,14 @@ def define_flags(values: flags.FlagValues) -> None:
     define(
         "integer", "num_pages", None, "Pages of the K/V cache; by default as many as the batch can need.", lower_bound=1
     )
+    define(
+        "enum",
+        "memory",
+        "static",
+        list(MEMORIES),
+        "static keeps a pool for each kind of page, unified one for all of them; no token depends on it.",
+    )
+    define("boolean", "logprobs", False, "Keep the log-probability of every token, for --json.")
     define(
         "enum",
         "dtype",
@@ -207,6 +216,8 @@ def _config(
         max_new_tokens=min(values.max_new_tokens, context),
         page_size=values.page_size,
         num_pages=values.num_pages,
+        memory=values.memory,
+        logprobs=values.logprobs,
     )
 
 

@@ -49,7 +49,12 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """A drafter: static and hashable, its arrays live in `params` and in the state it returns from `init`."""
+    """A drafter: static and hashable, its arrays live in `params` and in the state it returns from `init`.
+
+    A drafter that keeps K and V of its own may have them in a unified pool: then it has an attribute `cache_layers`, a
+    `LayerSpec` for each of its layers, all stored in "full", and its state a field `cache`, which holds its view of the
+    pool during `prefill` and `propose`, to be written and handed back, and None otherwise.
+    """
 
     def init(self, config: SpecConfig) -> Any:
         """The drafter's own state, a pytree of arrays; () if it has none."""

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import KVCache, init_cache
+from jaxspec.cache import KVCache, LayerSpec, PoolCache, init_cache
 from jaxspec.config import SpecConfig
 from jaxspec.drafting.base import DraftContext, Drafts
 from jaxspec.metadata import DraftExtendMetadata, WriteWindow, decode_step, draft_window, verify_layout
@@ -28,12 +28,14 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class DraftLMState:
-    """The draft model's cache, in FULL pages of its own buffers, and the buffer of its write window.
+    """The draft model's cache and the buffer of its write window.
 
+    cache: buffers of its own, in the target's FULL pages; with unified memory its view of the pool while it runs, else
+      None.
     backend: who runs the metadata kernel, from `SpecConfig.kernel_backend` (static).
     """
 
-    cache: KVCache
+    cache: KVCache | PoolCache | None
     packed: PackedMetadata
     backend: str | None = flax.struct.field(pytree_node=False)
 
@@ -42,8 +44,8 @@ class DraftLMState:
 class DraftLM:
     """Proposes greedily with a small model that shares the target's vocabulary.
 
-    The draft's buffers are addressed by the target's FULL page table, so it needs no allocator; its layers must be
-    stored in "full" pages (windows still clip what they see).
+    The draft's rows are addressed by the target's FULL page table, so it needs no allocator; its layers must be stored
+    in "full" pages (windows still clip what they see). With unified memory they are lanes of the target's entries.
 
     Attributes:
       model: the draft model.
@@ -57,14 +59,16 @@ class DraftLM:
                 "draft layers must be stored in 'full' pages: build the draft with from_qwen3(module, swa_pages=False)"
             )
 
+    @property
+    def cache_layers(self) -> tuple[LayerSpec, ...]:
+        """What the draft keeps for a token: lanes of a unified pool's FULL entries."""
+        return self.model.layers
+
     def init(self, config: SpecConfig) -> DraftLMState:
-        cache = init_cache(
-            self.model.layers,
-            page_size=config.page_size,
-            num_pages=config.full_pages(),
-            num_swa_pages=1,
-            dtype=self.model.dtype,
-        )
+        cache = None
+        if config.memory == "static":
+            sizes = {"page_size": config.page_size, "num_pages": config.full_pages(), "num_swa_pages": 1}
+            cache = init_cache(self.model.layers, dtype=self.model.dtype, **sizes)
         layout = verify_layout(
             batch_size=config.batch_size,
             num_rows=config.num_draft_tokens,

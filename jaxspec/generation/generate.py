@@ -51,6 +51,8 @@ def generate(
     max_new_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
     loop: str = "device",
+    memory: str = "static",
+    logprobs: bool = False,
     config: SpecConfig | None = None,
     rounds_per_dispatch: int = 8,
     on_tokens: OnTokens | None = None,
@@ -68,8 +70,10 @@ def generate(
       stop_ids: ids that end a request; the id itself is emitted.
       loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch,
         results read one dispatch late) or "python" (one round a dispatch).
-      config: shapes, instead of a configuration that fits the prompts; it then decides D, and `max_new_tokens` may not
-        exceed its.
+      memory: "static" or "unified", see `SpecConfig`; no result depends on it.
+      logprobs: whether to keep the log-probability of every token.
+      config: shapes, instead of a configuration that fits the prompts; it then decides D, memory and log-probabilities,
+        and `max_new_tokens` may not exceed its.
       rounds_per_dispatch: K of the chunked loop.
       on_tokens: called as `on_tokens(prompt_index, new_token_ids, finished)` while tokens arrive; needs the chunked or
         python loop.
@@ -114,7 +118,12 @@ def generate(
             num_draft_tokens = 1
         limits = np.atleast_1d(max_new_tokens).tolist()
         config = default_config(
-            target, prompts, num_draft_tokens=num_draft_tokens, max_new_tokens=max(limits, default=0)
+            target,
+            prompts,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max(limits, default=0),
+            memory=memory,
+            logprobs=logprobs,
         )
     if not prompts:
         return Generation(requests=[], num_draft_tokens=config.num_draft_tokens, seconds=0.0, dispatches=0)

@@ -22,6 +22,7 @@ class RequestResult:
       accept_lengths: tokens each round emitted, 1 .. D. The first token comes from prefill: sum(accept_lengths) + 1 is
         the number of tokens.
       accepted_drafts: drafts each round accepted, 0 .. D - 1, before the run was cut at a stop id or a length limit.
+      logprobs: log-probability of each token under the target; None unless `SpecConfig.logprobs` asked for them.
     """
 
     token_ids: list[int]
@@ -29,6 +30,7 @@ class RequestResult:
     verify_count: int
     accept_lengths: list[int]
     accepted_drafts: list[int]
+    logprobs: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +97,21 @@ class Generation:
 
 def read_requests(state: SpecState, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
     """Reads the results of a finished generation, in one transfer."""
-    requests, tokens, log = jax.device_get((requests_of(state), state.tokens, state.round_log))
+    requests, tokens, log, logprobs = jax.device_get(
+        (requests_of(state), state.tokens, state.round_log, state.logprobs)
+    )
     results = []
     for row, prompt in enumerate(prompts, start=1):
-        rounds, start = int(requests.verify_count[row]), len(prompt)
+        rounds = int(requests.verify_count[row])
+        emitted = slice(len(prompt), len(prompt) + int(requests.num_output[row]))
         results.append(
             RequestResult(
-                token_ids=tokens[row, start : start + int(requests.num_output[row])].tolist(),
+                token_ids=tokens[row, emitted].tolist(),
                 finish_reason=FINISH_NAMES[int(requests.finish_reason[row])] or "out_of_pages",
                 verify_count=rounds,
                 accept_lengths=log[row, :rounds, 1].tolist(),
                 accepted_drafts=log[row, :rounds, 0].tolist(),
+                logprobs=None if logprobs is None else logprobs[row, emitted].tolist(),
             )
         )
     return results

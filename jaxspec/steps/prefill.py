@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.metadata import draft_extend_metadata, verify_layout
-from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages
+from jaxspec.steps.memory import lend, take_back
+from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
 from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
@@ -83,21 +84,20 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
     draft_state = state.draft
     if spec.drafter is not None:
-        draft_state = spec.drafter.prefill(params.draft, draft_state, tokens, metadata)
+        draft_state = spec.drafter.prefill(params.draft, lend(cache, draft_state), tokens, metadata)
+        cache, draft_state = take_back(cache, draft_state)
 
     requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
     through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
-    emitted = emit(
-        spec,
-        requests,
-        state.tokens,
-        state.stop_ids,
-        through,
-        requests.seq_len[1:],
-        greedy_token(logits),
-        through.astype(jnp.int32),
-    )
+    run, count = greedy_token(logits), through.astype(jnp.int32)
+    emitted = emit(spec, requests, state.tokens, state.stop_ids, through, requests.seq_len[1:], run, count)
+    logprobs = log_run(state.logprobs, requests.seq_len[1:], emitted.num_tokens, logits, run)
     pages = free_pages(spec, emitted.requests, pages, rows, max_advance=C)
     return state.with_(
-        requests=emitted.requests, pages=pages, tokens=emitted.history, cache=cache, draft=draft_state
+        requests=emitted.requests,
+        pages=pages,
+        tokens=emitted.history,
+        logprobs=logprobs,
+        cache=cache,
+        draft=draft_state,
     ), packed

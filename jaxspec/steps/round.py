@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxspec.cache import Pages
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
+from jaxspec.steps.memory import lend, take_back
 from jaxspec.steps.state import (
     CONTEXT,
     FINISHED,
@@ -61,10 +62,12 @@ class Verdict:
     Attributes:
       targets: int32[B, D], its choice after each row.
       accepted: int32[B], leading drafts that agree, 0 .. D - 1.
+      logits: float32[B, D, V] or None, kept where log-probabilities are wanted.
     """
 
     targets: Array
     accepted: Array
+    logits: Array | None = None
 
 
 @flax.struct.dataclass
@@ -106,8 +109,8 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
-    reach = jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len)
-    max_new = min(-(-config.num_draft_tokens // config.page_size) + 1, config.pages_per_row)
+    reach = jnp.minimum(requests.seq_len[1:] + config.reserve, config.context_len)
+    max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
     pages, cache, enough = state.pages.allocate(state.cache, rows, reach, max_new=max_new)
 
     rows = jnp.where(enough, rows, 0)
@@ -158,11 +161,12 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
         page_rows=state.pages.page_table,
         v2p=state.pages.v2p,
     )
-    draft_state, drafts = spec.drafter.propose(params.draft, state.draft, context, num_drafts)
+    draft_state, drafts = spec.drafter.propose(params.draft, lend(state.cache, state.draft), context, num_drafts)
+    cache, draft_state = take_back(state.cache, draft_state)
     # A draft past the context limit has no row, so there is nothing to verify it with.
     room = jnp.maximum(spec.config.context_len - 1 - plan.seq_lens, 0)
     count = jnp.where(plan.req_rows > 0, jnp.minimum(drafts.count, room), 0)
-    return state.replace(draft=draft_state), drafts.replace(count=count)
+    return state.replace(cache=cache, draft=draft_state), drafts.replace(count=count)
 
 
 def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> tuple[SpecState, Verdict]:
@@ -182,7 +186,9 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
     logits, _, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
     targets = greedy_token(logits)
     return state.replace(cache=cache), Verdict(
-        targets=targets, accepted=greedy_accept(drafts.tokens, drafts.count, targets)
+        targets=targets,
+        accepted=greedy_accept(drafts.tokens, drafts.count, targets),
+        logits=logits if spec.config.logprobs else None,
     )
 
 
@@ -214,6 +220,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         requests=requests,
         pages=pages,
         tokens=emitted.history,
+        logprobs=log_run(state.logprobs, plan.seq_lens + 1, keep, verdict.logits, verdict.targets),
         round_log=state.round_log.at[rows, nth].set(jnp.stack([accepted, keep], axis=-1)),
     )
     return state, StepOutput(
@@ -273,6 +280,25 @@ def emit(
         num_output=requests.num_output + lanes_to_rows(keep),
     )
     return Emitted(requests, history, tokens, keep)
+
+
+def log_run(history: Array | None, position: Array, count: Array, logits: Array | None, run: Array) -> Array | None:
+    """Puts the log-probabilities of a run of tokens where the tokens are; nothing where they were not asked for.
+
+    Args:
+      history: float32[R, T] or None.
+      position: int32[B], where the first token of the run goes.
+      count: int32[B], tokens of the run that were emitted.
+      logits: float32[B, D, V], what each token was chosen from.
+      run: int32[B, D].
+    """
+    if history is None:
+        return None
+    chosen = jnp.take_along_axis(logits, run[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+    column = jnp.arange(run.shape[1], dtype=jnp.int32)
+    live = column < count[:, None]
+    row = jnp.where(live, jnp.arange(1, history.shape[0], dtype=jnp.int32)[:, None], 0)
+    return history.at[row, jnp.where(live, position[:, None] + column, 0)].set(jnp.where(live, chosen, 0))
 
 
 def free_pages(spec, requests: Requests, pages: Pages, rows: Array, *, max_advance: int) -> Pages:

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import KVCache, Pages, init_cache, init_pages
+from jaxspec.cache import KVCache, Pages, PoolCache, UnifiedPages
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.metadata import verify_layout
 from jaxspec.models.contract import Model
+from jaxspec.steps.memory import init_memory, pool_layout
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
@@ -70,16 +71,18 @@ class SpecState:
       stop_ids: int32[R, S], ids that end a request, -1 where unused.
       round_log: int32[R, M, 2], for each round of a request: accepted drafts, and tokens emitted after stop and length
         limits.
+      logprobs: float32[R, T], log-probability of the emitted token at each position; None unless asked for.
       packed: int32[7, R], the fields of `Requests`.
       metadata: the buffer that each round's metadata is written to.
     """
 
-    cache: KVCache
+    cache: KVCache | PoolCache
     draft: Any
-    pages: Pages
+    pages: Pages | UnifiedPages
     tokens: Array
     stop_ids: Array
     round_log: Array
+    logprobs: Array | None
     packed: Array
     metadata: PackedMetadata
 
@@ -98,7 +101,8 @@ def requests_of(state: SpecState) -> Requests:
     return Requests(**{name: state.packed[i] for i, name in enumerate(_REQUEST_FIELDS)})
 
 
-def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
+def _check(target: Model, drafter: Drafter | None, config: SpecConfig, prompts, limits: Sequence[int]):
+    layout = pool_layout(target, drafter, config) if config.memory == "unified" else None
     if len(prompts) > config.batch_size:
         raise InputError(
             f"{len(prompts)} prompts do not fit batch_size={config.batch_size}: raise it or split the prompts"
@@ -129,9 +133,18 @@ def _check(target: Model, config: SpecConfig, prompts, limits: Sequence[int]):
                 f"prompt {i}: max_new_tokens={limit}, outside 0 .. {config.max_new_tokens} of the configuration"
             )
         # The last round starts at length prompt + limit - 2; a request that wants one token at most sees no round.
-        reach = prompt.size if limit <= 1 else prompt.size + limit - 2 + config.num_draft_tokens
+        reach = prompt.size if limit <= 1 else prompt.size + limit - 2 + config.reserve
         reach = min(reach, config.context_len)
         pages = -(-reach // config.page_size)
+        if layout is not None:
+            swa = 0 if target.swa_window is None else min(pages, config.swa_pages_per_row(target.swa_window))
+            if not layout.holds(full=pages, swa=swa):
+                raise InputError(
+                    f"prompt {i} needs {pages} FULL and {swa} sliding-window pages of {config.page_size} tokens to "
+                    f"reach length {reach}, more than a pool of {layout.nbytes} bytes holds: raise pool_bytes or "
+                    "num_pages"
+                )
+            continue
         if pages > config.full_pages() - 1:
             raise InputError(
                 f"prompt {i} needs {pages} pages of {config.page_size} tokens to reach length {reach}; the pool has "
@@ -176,7 +189,7 @@ def init_state(
     prompts = [np.asarray(prompt) for prompt in prompts]
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
     limits = [int(limit)] * len(prompts) if np.ndim(limit) == 0 else [int(n) for n in limit]
-    _check(target, config, prompts, limits)
+    _check(target, drafter, config, prompts, limits)
     limits = [min(limit, config.context_len) for limit in limits]  # no request can emit more; keeps them in int32
     bad = [i for i in stop_ids if not 0 <= i < target.vocab_size]
     if bad:
@@ -198,14 +211,7 @@ def init_state(
     stops = np.full((R, max(len(stop_ids), 1)), -1, np.int32)
     stops[:, : len(stop_ids)] = np.asarray(list(stop_ids), np.int32)
 
-    pages = init_pages(
-        rows=R,
-        pages_per_row=config.pages_per_row,
-        num_pages=config.full_pages(),
-        num_swa_pages=0 if window is None else config.swa_pages(window),
-        page_size=config.page_size,
-        seed=config.pool_seed,
-    )
+    cache, pages, draft = init_memory(target, drafter, config)
     layout = verify_layout(
         batch_size=config.batch_size,
         num_rows=config.num_draft_tokens,
@@ -213,18 +219,13 @@ def init_state(
         swa=window is not None,
     )
     state = SpecState(
-        cache=init_cache(
-            target.layers,
-            page_size=config.page_size,
-            num_pages=config.full_pages(),
-            num_swa_pages=config.swa_pages(window),
-            dtype=target.dtype,
-        ),
-        draft=() if drafter is None else drafter.init(config),
+        cache=cache,
+        draft=draft,
         pages=pages,
         tokens=jnp.asarray(tokens),
         stop_ids=jnp.asarray(stops),
         round_log=jnp.zeros((R, max(min(config.max_new_tokens, config.context_len), 1), 2), jnp.int32),
+        logprobs=jnp.zeros((R, config.context_len), jnp.float32) if config.logprobs else None,
         packed=jnp.zeros((len(_REQUEST_FIELDS), R), jnp.int32),
         metadata=PackedMetadata.zeros(layout),
     )

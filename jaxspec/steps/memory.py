@@ -1,0 +1,75 @@
+"""The memory of a step: split pools, a buffer a layer and a pool for each kind of page, or one unified pool.
+
+In a unified pool a drafter's layers are lanes of the target's FULL entries, so its rows live and die with the
+target's. Such a drafter names its layers as `cache_layers`, and its state has a field `cache`: the step lends it a view
+of the pool while the drafter runs, and takes the pool back.
+"""
+
+from typing import Any
+
+from jaxspec.cache import (
+    KVCache,
+    Pages,
+    PoolCache,
+    PoolLayout,
+    UnifiedPages,
+    init_cache,
+    init_pages,
+    init_pool,
+    init_unified,
+)
+from jaxspec.config import SpecConfig
+from jaxspec.drafting import Drafter
+from jaxspec.models.contract import Model
+
+
+def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> PoolLayout:
+    """The layout of the unified pool: of `config.pool_bytes`, or just large enough for the pages that split pools would
+    have."""
+    settings = {
+        "page_size": config.page_size,
+        "dtype": target.dtype,
+        "draft_layers": getattr(drafter, "cache_layers", ()),
+    }
+    if config.pool_bytes is not None:
+        return PoolLayout.for_budget(target.layers, budget=config.pool_bytes, **settings)
+    full, swa = config.full_pages() - 1, config.swa_pages(target.swa_window) - 1
+    return PoolLayout.for_pages(target.layers, full=full, swa=swa, **settings)
+
+
+def init_memory(
+    target: Model, drafter: Drafter | None, config: SpecConfig
+) -> tuple[KVCache | PoolCache, Pages | UnifiedPages, Any]:
+    """The target's cache, the pages and the drafter's state, all empty."""
+    shape = {"rows": config.rows, "pages_per_row": config.pages_per_row, "seed": config.pool_seed}
+    if config.memory == "unified":
+        layout = pool_layout(target, drafter, config)
+        cache, pages = init_pool(layout), init_unified(layout, **shape)
+    else:
+        num_pages, num_swa_pages = config.full_pages(), config.swa_pages(target.swa_window)
+        sizes = {"page_size": config.page_size, "num_pages": num_pages}
+        cache = init_cache(target.layers, num_swa_pages=num_swa_pages, dtype=target.dtype, **sizes)
+        pages = init_pages(num_swa_pages=0 if target.swa_window is None else num_swa_pages, **sizes, **shape)
+    return cache, pages, () if drafter is None else drafter.init(config)
+
+
+def lend(cache: KVCache | PoolCache, draft: Any) -> Any:
+    """The drafter's state with its view of the pool, if its layers lie there."""
+    if isinstance(cache, PoolCache) and cache.layout.draft_layers:
+        return draft.replace(cache=cache.replace(lanes="draft"))
+    return draft
+
+
+def take_back(cache: KVCache | PoolCache, draft: Any) -> tuple[KVCache | PoolCache, Any]:
+    """The target's cache and the drafter's state after the drafter has run: the inverse of `lend`."""
+    if isinstance(cache, PoolCache) and cache.layout.draft_layers:
+        return draft.cache.replace(lanes="host"), draft.replace(cache=None)
+    return cache, draft
+
+
+def memory_bytes(cache: KVCache | PoolCache, draft: Any) -> int:
+    """Bytes of all K/V buffers, those of a drafter with buffers of its own included."""
+    own = getattr(draft, "cache", None)
+    arrays = [cache.buffer] if isinstance(cache, PoolCache) else list(cache.buffers)
+    arrays += [] if own is None else list(own.buffers)
+    return sum(array.nbytes for array in arrays)
