@@ -320,8 +320,10 @@ class Problem:
 
     def run(self, backend: str | None) -> dict[str, np.ndarray]:
         """The destination buffers after a call."""
-        buffers = {name: jnp.asarray(cells) for name, cells in self.buffers.items()}
-        call = self.plan.call if backend == "checked" else _compiled(self.plan.operation, self.plan.shape)
+        call = _compiled(self.plan.operation, self.plan.shape)
+        buffers = self.buffers
+        if backend == "checked":
+            call, buffers = self.plan.call, {name: jnp.asarray(cells) for name, cells in buffers.items()}
         return {name: np.asarray(cells) for name, cells in call(buffers, backend).items()}
 
     def check(self, backend: str | None) -> dict[str, np.ndarray]:
@@ -355,7 +357,6 @@ class Problem:
 
 @functools.cache
 def _compiled(operation: str, shape: Shape):
-    # Options by keyword: a backend is static, so each has its own program.
     return jax.jit(plan(operation, shape).call, static_argnums=1, compiler_options=quick_compile.options())
 
 
