@@ -71,25 +71,30 @@ def test_packed_buffer_of_another_size_or_type_is_refused(buffer):
 # What a View holds ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "view", "expected"),
-    [
-        ((24,), {"offset": 5, "shape": (3,)}, [5, 6, 7]),
-        ((24,), {"offset": 5, "shape": (3,), "strides": (4,)}, [5, 9, 13]),
-        ((24,), {"offset": 2, "shape": (2, 3)}, [[2, 3, 4], [5, 6, 7]]),
-        ((24,), {"offset": 2, "shape": (2, 3), "strides": (10, 2)}, [[2, 4, 6], [12, 14, 16]]),
-        ((24,), {"offset": 2, "shape": (3, 2), "strides": (1, 10)}, [[2, 12], [3, 13], [4, 14]]),  # transposed
-        ((24,), {"offset": 7, "shape": (2, 3), "strides": (0, 1)}, [[7, 8, 9], [7, 8, 9]]),
-        ((4, 6), {"offset": 0, "shape": (4, 6)}, np.arange(24).reshape(4, 6).tolist()),
-        ((4, 6), {"offset": 8, "shape": (2, 3), "strides": (6, 1)}, [[8, 9, 10], [14, 15, 16]]),
-        ((4, 6), {"offset": 1, "shape": (2, 3), "strides": (12, 2)}, [[1, 3, 5], [13, 15, 17]]),
-        ((4, 6), {"offset": 3, "shape": (4,), "strides": (6,)}, [3, 9, 15, 21]),
-        ((4, 6), {"offset": 1, "shape": (3,), "strides": (7,)}, [1, 8, 15]),  # a diagonal
-        ((24,), {"offset": 99, "shape": (0,)}, []),
-    ],
-)
-def test_view_reads_its_cells(shape, view, expected):
-    assert View(jnp.arange(24, dtype=jnp.int32).reshape(shape), **view).read().tolist() == expected
+CELLS_OF_VIEWS = [  # shape of the buffer, which counts from 0; offset, shape, strides; what the View holds
+    ((24,), (5, (3,), None), [5, 6, 7]),
+    ((24,), (5, (3,), (4,)), [5, 9, 13]),
+    ((24,), (2, (2, 3), None), [[2, 3, 4], [5, 6, 7]]),
+    ((24,), (2, (2, 3), (10, 2)), [[2, 4, 6], [12, 14, 16]]),
+    ((24,), (2, (3, 2), (1, 10)), [[2, 12], [3, 13], [4, 14]]),  # transposed
+    ((24,), (7, (2, 3), (0, 1)), [[7, 8, 9], [7, 8, 9]]),
+    ((24,), (99, (0,), None), []),
+    ((4, 6), (0, (4, 6), None), np.arange(24).reshape(4, 6).tolist()),
+    ((4, 6), (8, (2, 3), (6, 1)), [[8, 9, 10], [14, 15, 16]]),
+    ((4, 6), (1, (2, 3), (12, 2)), [[1, 3, 5], [13, 15, 17]]),
+    ((4, 6), (3, (4,), (6,)), [3, 9, 15, 21]),
+    ((4, 6), (1, (3,), (7,)), [1, 8, 15]),  # a diagonal
+]
+
+
+def test_view_reads_its_cells():
+    @jax.jit
+    def read():
+        cells = jnp.arange(24, dtype=jnp.int32)
+        return [View(cells.reshape(shape), *place).read() for shape, place, _ in CELLS_OF_VIEWS]
+
+    for (shape, place, expected), actual in zip(CELLS_OF_VIEWS, read(), strict=True):
+        assert actual.tolist() == expected, (shape, place)
 
 
 def test_view_is_one_leaf_whose_place_is_static():

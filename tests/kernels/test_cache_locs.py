@@ -68,7 +68,7 @@ def test_rows_outside_the_table_read_the_sink_row(backend):
     assert cases.run(extend_cache_locs, cases.stale(6), **call, backend=backend).tolist() == [7, 8, 7, 8, 20, 21]
 
 
-@each_backend
+@quick_backends
 def test_a_destination_shorter_than_its_tokens_is_cut(backend):
     call = {"start": int32(1, 3, 0, 1), "end": int32(4, 3, 0, 5), "req_rows": int32(1, 2, 0, 2), "source": TOKENS}
     assert cases.run(extend_cache_locs, cases.stale(5), **call, backend=backend).tolist() == [21, 22, 23, 5, -1]
@@ -78,8 +78,7 @@ def test_a_destination_shorter_than_its_tokens_is_cut(backend):
 
 
 @quick_backends
-@pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize("granularity", ["page", "token"])
+@pytest.mark.parametrize(("granularity", "page_size"), [("page", 1), ("page", 4), ("token", 4), ("page", 64)])
 def test_lengths_around_the_edges_of_pages_and_tables(granularity, page_size, backend):
     p = cases.problem(page_size, 7, columns=5)
     source = p["pages"] if granularity == "page" else cases.as_tokens(p["pages"], page_size)
