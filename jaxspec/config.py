@@ -25,6 +25,8 @@ class SpecConfig:
       memory: "static", a buffer a layer and a pool for each kind of page; or "unified", one pool for all of them, where
         what one kind frees the others can have.
       pool_bytes: size of the unified pool. None: what the pages of split pools would take.
+      check_ids: whether to find out, while the step is traced, if an id is used in a space it does not belong to; see
+        `jaxspec.metadata.Ids`. The compiled program is the same.
       logprobs: whether the log-probability of every emitted token is kept.
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
       kernel_backend: who runs the metadata kernels: None chooses by device; or 'reference', 'interpret', 'triton' or
@@ -42,6 +44,7 @@ class SpecConfig:
     memory: str = "static"
     pool_bytes: int | None = None
     logprobs: bool = False
+    check_ids: bool = False
     pool_seed: int | None = None
     kernel_backend: str | None = None
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache import KVCache, PoolCache
+from jaxspec.metadata.ids import unmarked
 
 Array = jax.Array
 Cache = KVCache | PoolCache
@@ -125,8 +126,8 @@ def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> 
     """
     spec = cache.layers[layer]
     in_swa = spec.storage == "swa"
-    slots = metadata.window.swa_loc if in_swa else metadata.window.full_loc
-    table = metadata.swa_page_table if in_swa else metadata.page_table
+    slots = unmarked(metadata.window.swa_loc if in_swa else metadata.window.full_loc, spec.storage)
+    table = unmarked(metadata.swa_page_table if in_swa else metadata.page_table, spec.storage)
     cache = cache.write(layer, slots, k, v)
     out = paged_attention(
         q,

@@ -125,7 +125,7 @@ def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata
         cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
         page_table=context.metadata.page_table,
         swa_page_table=None,
-        window=WriteWindow(window.virtual_loc[:, :2], window.full_loc[:, :2], None, window.positions[:, :2]),
+        window=jax.tree.map(lambda loc: loc[:, :2], window.replace(swa_loc=None)),
         logit_rows=jnp.ones((B, 1), jnp.int32),
         extend_lens=jnp.full((B,), 2, jnp.int32),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * 2,

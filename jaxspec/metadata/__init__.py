@@ -1,12 +1,14 @@
 """What a forward needs to know about its rows, built on the device from live tables."""
 
 from jaxspec.metadata.build import decode_step, draft_extend_metadata, draft_window, verify_layout, verify_metadata
+from jaxspec.metadata.ids import Ids
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
 
 __all__ = [
     "DecodeMetadata",
     "DraftExtendMetadata",
     "ForwardMetadata",
+    "Ids",
     "VerifyMetadata",
     "WriteWindow",
     "decode_step",

@@ -9,6 +9,7 @@ zeros for padded lanes), `v2p` the interleaved map (column 0 FULL, column 1 SWA,
 import jax
 import jax.numpy as jnp
 
+from jaxspec.metadata.ids import Ids, marked, unmarked
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, VerifyMetadata, WriteWindow
 from pallas_kernels import MetadataLayout, PackedMetadata, decode_metadata, draft_write_window
 from pallas_kernels import draft_extend_metadata as write_draft_extend
@@ -21,14 +22,20 @@ def verify_layout(*, batch_size: int, num_rows: int, pages_per_row: int, swa: bo
     return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa)
 
 
-def _window(buffers) -> WriteWindow:
-    return WriteWindow(buffers.virtual_loc, buffers.full_loc, buffers.swa_loc, buffers.positions)
+def _window(packed: PackedMetadata, page_rows: Array | Ids) -> WriteWindow:
+    buffers = packed.window()
+    return WriteWindow(
+        virtual_loc=marked(buffers.virtual_loc, "virtual", page_rows),
+        full_loc=marked(buffers.full_loc, "full", page_rows),
+        swa_loc=marked(buffers.swa_loc, "swa", page_rows),
+        positions=buffers.positions,
+    )
 
 
 def verify_metadata(
     seq_lens: Array,
     req_rows: Array,
-    page_rows: Array,
+    page_rows: Array | Ids,
     v2p: Array,
     anchor: Array,
     packed: PackedMetadata,
@@ -42,7 +49,7 @@ def verify_metadata(
     Args:
       seq_lens: int32[B], committed tokens of each request, those of this forward excluded; 0 for padded lanes.
       req_rows: int32[B], row of each lane in `page_rows`; 0 for padded lanes.
-      page_rows: int32[R, P], virtual pages.
+      page_rows: int32[R, P], virtual pages, marked as `Ids` if all that is made of them shall be marked too.
       v2p: int32[NV, 2], physical FULL and SWA page of each virtual page.
       anchor: int32[B], the newest token, which has no K/V yet; it becomes column 0 of `ids`.
       packed: the buffer to write to; donated, it is updated in place.
@@ -58,21 +65,22 @@ def verify_metadata(
     """
     B, D = packed.layout.B, packed.layout.D
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    packed = decode_metadata(seq_lens, req_rows, page_rows, packed, seq_len_delta=D, zero_tail=True, **maps)
-    packed = draft_write_window(seq_lens, req_rows, page_rows, packed, anchor=anchor, limit=limit, **maps)
-    tables, window = packed.decode_tables(), packed.window()
+    virtual = unmarked(page_rows, "virtual")
+    packed = decode_metadata(seq_lens, req_rows, virtual, packed, seq_len_delta=D, zero_tail=True, **maps)
+    packed = draft_write_window(seq_lens, req_rows, virtual, packed, anchor=anchor, limit=limit, **maps)
+    tables = packed.decode_tables()
     first = jnp.arange(D, dtype=jnp.int32) == 0
     # Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
     lengths = jnp.minimum(tables.cache_seqlens, limit)
     metadata = VerifyMetadata(
         cache_seqlens=lengths,
         cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
-        page_table=tables.page_table,
-        swa_page_table=tables.swa_page_table,
-        window=_window(window),
+        page_table=marked(tables.page_table, "full", page_rows),
+        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
+        window=_window(packed, page_rows),
         logit_rows=None,
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
-        ids=jnp.where(first, window.anchor_ids, 0),
+        ids=jnp.where(first, packed.window().anchor_ids, 0),
     )
     return metadata, packed
 
@@ -81,7 +89,7 @@ def draft_extend_metadata(
     seq_lens: Array,
     extend_lens: Array,
     req_rows: Array,
-    page_rows: Array,
+    page_rows: Array | Ids,
     v2p: Array,
     packed: PackedMetadata,
     *,
@@ -100,24 +108,18 @@ def draft_extend_metadata(
       buffer.
     """
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    packed = write_draft_extend(
-        seq_lens + extend_lens, extend_lens, req_rows, page_rows, packed, zero_tail=True, **maps
-    )
-    packed = draft_write_window(seq_lens, req_rows, page_rows, packed, **maps)
-    tables, window = packed.decode_tables(), _window(packed.window())
+    virtual = unmarked(page_rows, "virtual")
+    packed = write_draft_extend(seq_lens + extend_lens, extend_lens, req_rows, virtual, packed, zero_tail=True, **maps)
+    packed = draft_write_window(seq_lens, req_rows, virtual, packed, **maps)
+    tables, window = packed.decode_tables(), _window(packed, page_rows)
     real = jnp.arange(packed.layout.D, dtype=jnp.int32) < extend_lens[:, None]
-
-    def or_sink(loc):
-        return None if loc is None else jnp.where(real, loc, 0)
 
     metadata = DraftExtendMetadata(
         cache_seqlens=tables.cache_seqlens,
         cu_seqlens_k=tables.cu_seqlens_k,
-        page_table=tables.page_table,
-        swa_page_table=tables.swa_page_table,
-        window=WriteWindow(
-            or_sink(window.virtual_loc), or_sink(window.full_loc), or_sink(window.swa_loc), window.positions
-        ),
+        page_table=marked(tables.page_table, "full", page_rows),
+        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
+        window=jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions),
         logit_rows=jnp.maximum(extend_lens - 1, 0)[:, None],
         extend_lens=extend_lens,
         cu_seqlens_q=tables.cu_seqlens_q,
@@ -128,7 +130,7 @@ def draft_extend_metadata(
 def draft_window(
     start: Array,
     req_rows: Array,
-    page_rows: Array,
+    page_rows: Array | Ids,
     v2p: Array,
     packed: PackedMetadata,
     *,
@@ -146,7 +148,7 @@ def draft_window(
     packed = draft_write_window(
         start,
         req_rows,
-        page_rows,
+        unmarked(page_rows, "virtual"),
         packed,
         page_size=page_size,
         granularity="page",
@@ -154,7 +156,7 @@ def draft_window(
         limit=limit,
         backend=backend,
     )
-    return _window(packed.window()), packed
+    return _window(packed, page_rows), packed
 
 
 def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> DecodeMetadata:
@@ -167,20 +169,15 @@ def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> Dec
       window: the chain's window, from `draft_window`.
       step: int32[], which column of `window` this step writes.
     """
-
     chosen = jnp.arange(window.positions.shape[1], dtype=jnp.int32) == step
-
-    def column(loc):
-        # A masked sum, not a dynamic slice: XLA runs the latter as a copy that keeps a loop out of a command buffer.
-        return None if loc is None else jnp.where(chosen, loc, 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
-
-    positions = column(window.positions)
-    lengths = positions[:, 0] + 1
+    # A masked sum, not a dynamic slice: XLA runs the latter as a copy that keeps a loop out of a command buffer.
+    window = jax.tree.map(lambda loc: jnp.where(chosen, loc, 0).sum(axis=1, keepdims=True, dtype=jnp.int32), window)
+    lengths = window.positions[:, 0] + 1
     return DecodeMetadata(
         cache_seqlens=lengths,
         cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
         page_table=verify.page_table,
         swa_page_table=verify.swa_page_table,
-        window=WriteWindow(column(window.virtual_loc), column(window.full_loc), column(window.swa_loc), positions),
+        window=window,
         logit_rows=None,
     )

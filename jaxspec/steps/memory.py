@@ -7,6 +7,8 @@ of the pool while the drafter runs, and takes the pool back.
 
 from typing import Any
 
+import jax
+
 from jaxspec.cache import (
     KVCache,
     Pages,
@@ -20,7 +22,10 @@ from jaxspec.cache import (
 )
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
+from jaxspec.metadata import Ids
 from jaxspec.models.contract import Model
+
+Array = jax.Array
 
 
 def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> PoolLayout:
@@ -51,6 +56,11 @@ def init_memory(
         cache = init_cache(target.layers, num_swa_pages=num_swa_pages, dtype=target.dtype, **sizes)
         pages = init_pages(num_swa_pages=0 if target.swa_window is None else num_swa_pages, **sizes, **shape)
     return cache, pages, () if drafter is None else drafter.init(config)
+
+
+def page_rows(config: SpecConfig, pages: Pages | UnifiedPages) -> Array | Ids:
+    """The request table that metadata are built from, its ids marked as virtual if the step checks them."""
+    return Ids(pages.page_table, "virtual") if config.check_ids else pages.page_table
 
 
 def lend(cache: KVCache | PoolCache, draft: Any) -> Any:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.metadata import draft_extend_metadata, verify_layout
-from jaxspec.steps.memory import lend, take_back
+from jaxspec.steps.memory import lend, page_rows, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
 from jaxspec.verification import greedy_token
@@ -72,7 +72,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
         seq_lens,
         extend_lens,
         rows,
-        pages.page_table,
+        page_rows(config, pages),
         pages.v2p,
         packed,
         page_size=config.page_size,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxspec.cache import Pages
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
-from jaxspec.steps.memory import lend, take_back
+from jaxspec.steps.memory import lend, page_rows, take_back
 from jaxspec.steps.state import (
     CONTEXT,
     FINISHED,
@@ -119,7 +119,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     metadata, packed = verify_metadata(
         seq_lens,
         rows,
-        pages.page_table,
+        page_rows(config, pages),
         pages.v2p,
         anchor,
         state.metadata,
@@ -158,7 +158,7 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
         seq_lens=plan.seq_lens,
         anchor=plan.anchor,
         metadata=plan.metadata,
-        page_rows=state.pages.page_table,
+        page_rows=page_rows(spec.config, state.pages),
         v2p=state.pages.v2p,
     )
     draft_state, drafts = spec.drafter.propose(params.draft, lend(state.cache, state.draft), context, num_drafts)
