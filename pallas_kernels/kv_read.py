@@ -130,7 +130,12 @@ def kv_read_stream(
     counts = inputs.add("seq_lens", seq_lens, 1, batch)
     rows = inputs.add("req_rows", req_rows, 1, batch)
     table = operands.make_source(inputs, source, granularity, page_size)
-    offsets = inputs.add("indptr", indptr, 1, batch + 1)
+    offsets = inputs.add("indptr", indptr, 1)
+    if offsets.shape[0] != batch + 1:
+        raise ValueError(
+            f"indptr has {offsets.shape[0]} entries for a batch of {batch}: it needs {batch + 1}, the beginning of "
+            "each request and the end of the last"
+        )
     starts = None if kv_start is None else inputs.add("kv_start", kv_start, 1, batch)
     page_map = operands.make_map(inputs, v2p, full_to_swa)
     if batch * out.shape[0] == 0:

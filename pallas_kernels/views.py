@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ class View:
     shape     (n,) or (rows, columns) (static)
     strides   cells from one entry to the next, one a dimension; row-major without gaps if left out (static)
 
+    Views of one buffer that are written by one call share its operand: pass the buffer into your own `jit` and make the
+    views there (two views that enter a jit are two buffers to it), and let no two destinations overlap, which only the
+    checked backend finds out.
+
     A column of an interleaved [NV, 2] map, and a table with four guard cells around it:
 
     >>> import jax.numpy as jnp
@@ -34,6 +39,24 @@ class View:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        shape, strides = self.shape, row_major(self.shape) if self.strides is None else self.strides
+        try:
+            offset, shape, strides = (
+                operator.index(self.offset),
+                *(tuple(map(operator.index, x)) for x in (shape, strides)),
+            )
+            valid = min(offset, *shape, *strides) >= 0 and 1 <= len(shape) == len(strides) <= 2
+        except TypeError:
+            valid = False
+        if not valid:
+            raise ValueError(
+                f"View of offset {self.offset}, shape {self.shape}, strides {self.strides}: give integers >= 0, and as "
+                "many strides as dimensions, one or two"
+            )
+        for name, value in (("offset", offset), ("shape", shape), ("strides", strides)):
+            object.__setattr__(self, name, value)
 
     @property
     def ndim(self) -> int:
@@ -139,13 +162,6 @@ def section(name: str, array: Array, buffer: int = 0, *, written: bool = False) 
         columns = array.shape[1] if array.ndim == 2 else None
         return Section(buffer, 0, tuple(array.shape), row_major(array.shape), columns)
     place = array.buffer
-    strides = row_major(array.shape) if array.strides is None else tuple(array.strides)
-    numbers = (array.offset, *array.shape, *strides)
-    if any(not isinstance(n, int) or n < 0 for n in numbers) or not 1 <= len(array.shape) == len(strides) <= 2:
-        raise ValueError(
-            f"{name} is a View of offset {array.offset}, shape {array.shape}, strides {array.strides}: give integers "
-            ">= 0, and as many strides as dimensions, one or two"
-        )
     if place.dtype != jnp.int32 or place.ndim not in (1, 2):
         raise ValueError(f"{name} is a View of {place.dtype}{list(place.shape)}: its buffer must be int32, 1-D or 2-D")
     if place.ndim == 1 and place.size > 2**31 - 1:
@@ -154,7 +170,7 @@ def section(name: str, array: Array, buffer: int = 0, *, written: bool = False) 
             "buffer to two"
         )
     columns = place.shape[1] if place.ndim == 2 else None
-    result = Section(buffer, array.offset, tuple(array.shape), strides, columns)
+    result = Section(buffer, array.offset, array.shape, array.strides, columns)
     if math.prod(array.shape):
         _check_inside(name, result, place)
         if written:

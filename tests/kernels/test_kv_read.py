@@ -280,7 +280,7 @@ def test_zero_tail_has_no_default():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"indptr": int32(0, 4)}, "indptr has 2 rows for a batch of 3|indptr has 2 "),
+        ({"indptr": int32(0, 4)}, "indptr has 2 entries for a batch of 2: it needs 3"),
         ({"indptr": np.zeros(3)}, "indptr is float64"),
         ({"kv_start": int32(0, 0, 0)}, "kv_start has 3 rows for a batch of 2"),
         ({"kv_start": np.zeros((2, 1), np.int32)}, r"kv_start has shape \(2, 1\)"),
