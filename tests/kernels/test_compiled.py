@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import kernel_aot as aot
 import kernel_calls
+import kernel_ptx as ptx
 import pytest
 from kernel_calls import CALLS, int32
 
@@ -94,6 +95,26 @@ def test_tables_of_any_width_compile(batch, pages, backend):
 
     compiled = aot.compile_for_h200(call, out, int32(batch), int32(batch), int32(batch, pages), int32(50, 2))
     assert aot.launches(compiled).total() == 1
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("where", ["source", "destination"])
+def test_rows_of_a_table_past_2_to_the_31_cells_have_64_bit_offsets(where, backend, tmp_path):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    rows, columns = 2_000_000, 4096  # more than 2^32: below that an unsigned 32-bit offset is right, and LLVM finds it
+    big, small = (rows, columns), (8, columns)
+    batch = rows if where == "destination" else 8
+    source, out = (big, small) if where == "source" else (small, big)
+
+    def call(out, seq_lens, req_rows, source):
+        return kv_read_table(seq_lens, req_rows, source, out, page_size=1, zero_tail=False, backend=backend)
+
+    aot.compile_for_h200(call, int32(*out), int32(batch), int32(batch), int32(*source), dump=tmp_path)
+    (text,) = aot.ptx(tmp_path).values()
+    inputs = 3  # then come the destinations, in Triton's own order: as operands and again as results
+    parameter = 2 if where == "source" else inputs + (backend == "triton")
+    assert ptx.row_offset_bits(text, parameter, 4 * columns) == 64
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
