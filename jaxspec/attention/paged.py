@@ -78,8 +78,9 @@ def paged_attention(
 
     pages = jnp.take_along_axis(page_table, columns, axis=1, mode="promise_in_bounds")
     inside = jnp.arange(page_size, dtype=jnp.int32)
-    slots = (pages[:, :, None] * page_size + inside).reshape(B, -1)  # [B, S]
-    key_positions = (columns[:, :, None] * page_size + inside).reshape(B, -1)
+    S = columns.shape[1] * page_size
+    slots = (pages[:, :, None] * page_size + inside).reshape(B, S)
+    key_positions = (columns[:, :, None] * page_size + inside).reshape(B, S)
     readable = (key_positions >= first_key[:, None]) & (key_positions < cache_seqlens[:, None])  # [B, S]
 
     rows = kv(slots) if callable(kv) else _read_array(kv, slots)
