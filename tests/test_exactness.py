@@ -163,7 +163,7 @@ def poison(state, spec):
         masks = unreadable_slots(state, spec, draft=i == 1)
         buffers.append(
             [
-                np.where(m[:, None, None, None], np.nan, b).astype(b.dtype)
+                np.where(m[:, None], np.nan, b).astype(b.dtype)
                 for m, b in zip(masks, jax.device_get(cache.buffers), strict=True)
             ]
         )
