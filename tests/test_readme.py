@@ -46,7 +46,7 @@ def test_every_command_line_parses():
     lines = [line.partition("  #")[0] for block in blocks("sh") for line in block.splitlines() if "-m jaxspec " in line]
     assert lines
     for line in lines:
-        name, *words = shlex.split(line.rpartition("-m jaxspec ")[2])
+        name, words = cli.split(shlex.split(line.rpartition("-m jaxspec ")[2]))
         parse_flags(cli.COMMANDS[name].define_flags, words)
 
 

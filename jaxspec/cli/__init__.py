@@ -1,8 +1,8 @@
 """The command line, the top layer: `python -m jaxspec COMMAND [--flag ...]`.
 
-A command is a module with a SUMMARY, `define_flags(flag_values)` and `run(flag_values) -> exit status`. Exit statuses:
-0 done, 1 the output is not what it should be, 2 bad input, 130 interrupted. Whatever the user got wrong is one line on
-standard error.
+A command has a SUMMARY, `define_flags(flag_values)` and `run(flag_values) -> exit status`: a module, or a benchmark,
+whose name is two words. Exit statuses: 0 done, 1 the output is not what it should be, 2 bad input, 130 interrupted.
+Whatever the user got wrong is one line on standard error.
 """
 
 import contextlib
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from absl import flags
 
 import jaxspec
-from jaxspec.cli import doctor, generate
+from jaxspec.cli import bench, doctor, generate
 from jaxspec.cli.command import flag_help, parse_flags
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "split"]
 
-COMMANDS = {"generate": generate, "doctor": doctor}
+COMMANDS = {"generate": generate, "doctor": doctor, **bench.COMMANDS}
+
+_HELP = ("--help", "-h", "help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
         # A completion may hold any character; a terminal that cannot show one gets a question mark, not a traceback.
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")
-    name, *words = argv or ["--help"]
-    if name in ("--help", "-h", "help"):
+    name, words = split(argv)
+    if name in _HELP:
         print(_overview())
         return 0
     if name == "--version":
@@ -63,8 +65,23 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
+def split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The command's name, and the words after it.
+
+    Example:
+      >>> split(["generate", "--model", "target"]), split(["bench", "unified-ab", "--runs", "1"])
+      (('generate', ['--model', 'target']), ('bench unified-ab', ['--runs', '1']))
+    """
+    name, *words = argv or ["--help"]
+    if name == bench.NAME and words:
+        second, *words = words
+        name = second if second in _HELP else f"{name} {second}"
+    return name, words
+
+
 def _overview() -> str:
-    lines = [f"  {name:10} {command.SUMMARY}" for name, command in COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.SUMMARY}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: python -m jaxspec COMMAND [--flag=value ...]",
