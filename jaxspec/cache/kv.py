@@ -37,6 +37,10 @@ def _join(spec: LayerSpec, k: Array, v: Array, dtype) -> Array:
 
 def _split(spec: LayerSpec, rows: Array) -> tuple[Array, Array]:
     """The inverse: keys and values by head."""
+    if spec.key_shape == spec.value_shape:
+        # An axis for K and V: where rows are cut instead, XLA transposes both and computes the mask in one more kernel.
+        both = rows.reshape(*rows.shape[:2], 2, *spec.key_shape)
+        return both[:, :, 0], both[:, :, 1]
     keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
     return keys.reshape(*rows.shape[:2], *spec.key_shape), values.reshape(*rows.shape[:2], *spec.value_shape)
 
