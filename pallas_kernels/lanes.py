@@ -39,11 +39,13 @@ class Operation(Protocol):
     name        what profilers and error messages call it
     programs    programs of the launch; 0 leaves the work to the reference
     labels      name of each input, for error messages
+    reference_is_faster    whether the reference was measured to be faster than the kernel at this call's shape
     """
 
     name: str
     programs: int
     labels: tuple[str, ...]
+    reference_is_faster: bool
 
     def body(self, lanes: "Lanes", program: Value, ins: tuple, outs: tuple) -> None:
         """One program of the kernel, in the lane language. `ins` and `outs` are references to whole arrays."""

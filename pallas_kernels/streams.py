@@ -41,6 +41,11 @@ class Stream:
     page_map: PageMap | None = None
 
     @property
+    def reference_is_faster(self) -> bool:
+        """For one request the reference has no search for whose cell it is, on which it spends its time otherwise."""
+        return self.B == 1
+
+    @property
     def size(self) -> int:
         """Cells of the stream."""
         return self.destination["out"].shape[0]

@@ -63,6 +63,7 @@ class Tables:
     destination: Destination
     counts: tuple[Count, ...]
     rows: Rows | None = None
+    reference_is_faster = False
 
     @property
     def has_head(self) -> bool:

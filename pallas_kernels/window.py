@@ -122,6 +122,7 @@ class Window:
     limit: int | Section | None
     labels: tuple[str, ...]
     name = "draft_write_window"
+    reference_is_faster = False
 
     @property
     def programs(self) -> int:

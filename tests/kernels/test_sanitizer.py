@@ -27,7 +27,7 @@ def memcheck(*arguments):
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
     }
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     output = run.stdout + run.stderr
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this device or its driver")
