@@ -21,6 +21,7 @@ class Small:
     programs: int = 1
     labels: tuple[str, ...] = ("x",)
     name = "small"
+    reference_is_faster = False
 
     def body(self, lanes, program, ins, outs):
         self.write(lanes, program, ins, outs)

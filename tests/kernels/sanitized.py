@@ -27,6 +27,7 @@ class Overrun:
     name = "overrun"
     programs = 1
     labels = ("values",)
+    reference_is_faster = False
 
     def body(self, lanes, program, ins, outs):
         lane = lanes.iota(128)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import kernel_aot as aot
 import kernel_cases as cases
 import kernel_oracle as oracle
 import numpy as np
@@ -167,3 +168,16 @@ def test_refused(change, message):
     call = {"start": int32(0, 0), "end": int32(1, 1), "req_rows": int32(1, 1), "source": TOKENS, "out": cases.stale(4)}
     with pytest.raises(ValueError, match=message):
         extend_cache_locs(**(call | change))
+
+
+def test_one_request_is_left_to_the_reference_unless_a_kernel_is_named():
+    """Measured faster there on a GPU; the program compiled for one says which it is."""
+
+    def lowered(batch, backend):
+        def call(out, start, end, rows, source):
+            return extend_cache_locs(start, end, rows, source, out, backend=backend)
+
+        return aot.lower_text(call, *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((9,), *3 * [(batch,)], (3, 40))))
+
+    triton = "__gpu$xla.gpu.triton"
+    assert [triton in lowered(*call) for call in ((1, None), (2, None), (1, "triton"))] == [False, True, True]
