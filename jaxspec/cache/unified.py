@@ -60,8 +60,11 @@ def _each(kinds: np.ndarray | Array, like: Array) -> np.ndarray | Array:
 
 
 def _read_first(values: Array, table: Array) -> tuple[Array, Array]:
-    """Both as they are, and what is written to the table from here on is written after the values were read from it:
-    left to itself, XLA may move a read behind the write, and must then copy the whole table."""
+    """Both as they are, and what is written to the table from here on is written after the values were read from it.
+
+    Left to itself, XLA may move a read behind a write, and must then copy the whole table. For the same reason writes
+    of `v2p` take from the values read which lanes are dead: some versions heed nothing else.
+    """
     return lax.optimization_barrier((values, table))
 
 
@@ -157,9 +160,10 @@ class UnifiedPages:
           >>> from jaxspec.cache import LayerSpec, init_pool
           >>> layout = PoolLayout.for_pages([LayerSpec(1, 4), LayerSpec(1, 4, 8, "swa")], full=3, swa=3, page_size=4)
           >>> pages, cache = init_unified(layout, rows=2, pages_per_row=4), init_pool(layout)
-          >>> pages, cache, ok = pages.allocate(cache, jnp.array([1]), jnp.array([9]), max_new=3)
-          >>> bool(ok), pages.page_table[1].tolist(), pages.v2p[3].tolist(), bool(pages.fits(1, 1))
-          (True, [3, 2, 1, 0], [3, 1], False)
+          >>> allocate = jax.jit(UnifiedPages.allocate, static_argnames="max_new")
+          >>> pages, cache, ok = allocate(pages, cache, jnp.array([1]), jnp.array([9]), max_new=3)
+          >>> bool(ok), pages.page_table[1].tolist(), pages.v2p[4:].tolist(), bool(pages.fits(1, 1))
+          (True, [6, 5, 4, 0], [[4, 3], [5, 2], [6, 1]], False)
         """
         columns = self.page_table.shape[1]
         owned = self.num_pages[req_rows]
@@ -176,7 +180,8 @@ class UnifiedPages:
         lane = jnp.arange(max_new, dtype=jnp.int32)
         wanted = lane < taken[:, None]  # [B, max_new]
         rank = jnp.where(wanted, _before(taken)[:, None] + lane, 0)
-        virtual = pages.free_virtual[jnp.where(wanted, pages.counters[0] - rank, 0)]
+        top = jnp.where(wanted, pages.counters[0] - rank, 0)
+        virtual, free_virtual = _read_first(pages.free_virtual[top], pages.free_virtual)
         physical = jnp.where(wanted, handed[:, rank], 0)  # [K, B, max_new]
         bound = physical if self.has_swa else jnp.stack([physical[0], jnp.where(wanted, UNBOUND, 0)])
         column = jnp.where(wanted, _each(_columns(self.layout), wanted) + physical, 0)
@@ -188,6 +193,7 @@ class UnifiedPages:
                 ].set(virtual),
                 v2p=pages.v2p.at[virtual].set(jnp.moveaxis(bound, 0, -1)),
                 rows=pages.rows.at[0, req_rows].add(taken),
+                free_virtual=free_virtual,
                 physical=tables.at[OWNER, column].set(virtual),
                 counters=pages.counters + jnp.concatenate([-total[None], total - recycled, -recycled]),
             ),
@@ -223,7 +229,7 @@ class UnifiedPages:
         bound, v2p = _read_first(self.v2p[virtual, SWA], self.v2p)
         freed = self._add_holes([SWA], bound[None], due[None], rank[None])
         return self.replace(
-            v2p=v2p.at[virtual, SWA].set(jnp.where(due, UNBOUND, 0)),
+            v2p=v2p.at[virtual, SWA].set(jnp.where(bound > 0, UNBOUND, 0)),
             rows=self.rows.at[1, req_rows].set(stop),
             physical=freed,
             counters=self.counters.at[-1].add(count.sum(dtype=jnp.int32)),
@@ -245,15 +251,16 @@ class UnifiedPages:
         # What a row owns are its first columns, and what is bound in SWA the last of those: ranks need no scan of them.
         first = jnp.stack([jnp.zeros_like(start), start])[: len(self.layout.kinds)]  # [K, R]
         rank = _before(owned - first)[..., None] + column - first[..., None]
-        bound, v2p = _read_first(self.v2p[virtual], self.v2p)
-        bound = jnp.moveaxis(bound, -1, 0)[: len(first)]
+        bound, v2p = _read_first(self.v2p[virtual], self.v2p)  # [R, P, 2]
         returned = (owned - first).sum(axis=1, dtype=jnp.int32)
         return self.replace(
             page_table=jnp.where(ended[:, None], 0, self.page_table),
-            v2p=v2p.at[virtual].set(jnp.where(live[..., None], UNBOUND, 0)),
+            v2p=v2p.at[virtual].set(jnp.where(bound == 0, 0, UNBOUND)),
             rows=jnp.where(ended, 0, self.rows),
             free_virtual=self.free_virtual.at[jnp.where(live, self.counters[0] + 1 + rank[FULL], 0)].set(virtual),
-            physical=self._add_holes(range(len(first)), bound, live & (column >= first[..., None]), rank),
+            physical=self._add_holes(
+                range(len(first)), jnp.moveaxis(bound, -1, 0)[: len(first)], live & (column >= first[..., None]), rank
+            ),
             counters=self.counters + jnp.concatenate([returned[:1], jnp.zeros_like(returned), returned]),
         )
 
