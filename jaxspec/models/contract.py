@@ -8,7 +8,8 @@ Any function with this signature plugs in, whatever framework it comes from:
     tokens     int32[B, D], ids in [0, vocab_size); padded rows hold some id in range
     positions  int32[B, D], absolute positions, consecutive in a row. Padded rows may lie past context_len: compute
                rotary angles, or clip before looking a position up in a table
-    cache      `KVCache`, written and read through `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
+    cache      `KVCache` or, with unified memory, `PoolCache`; written and read through
+               `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
     metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows
                whose logits are wanted
     logits     float32[B, D or K, V]
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 
 from jaxspec.attention import attend
-from jaxspec.cache import KVCache, LayerSpec
+from jaxspec.cache import KVCache, LayerSpec, PoolCache
 from jaxspec.models.qwen3 import Qwen3
 
 Array = jax.Array
@@ -45,7 +46,7 @@ class Model:
       dtype: dtype of the cache, as a string.
     """
 
-    apply: Callable[[Any, Array, Array, KVCache, Any], tuple[Array, Array, KVCache]]
+    apply: Callable[[Any, Array, Array, KVCache | PoolCache, Any], tuple[Array, Array, KVCache | PoolCache]]
     layers: tuple[LayerSpec, ...]
     vocab_size: int
     context_len: int
