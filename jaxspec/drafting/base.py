@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """The drafter's own state, a pytree of arrays; () if it has none."""
 
     def prefill(self, params: Any, state: Any, tokens: Array, metadata: DraftExtendMetadata) -> Any:
-        """Sees the chunk of the prompts that the target has just processed; tokens is int32[B, C]."""
+        """Sees a chunk of the prompts just before the target does; tokens is int32[B, C]."""
 
     def propose(self, params: Any, state: Any, context: DraftContext, num_drafts: int) -> tuple[Any, Drafts]:
         """Proposes `num_drafts` = D - 1 tokens to follow each anchor."""

@@ -81,11 +81,13 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     column = jnp.arange(C, dtype=jnp.int32)
     real = column < extend_lens[:, None]
     tokens = jnp.where(real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0)
-    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
+    # The drafter first: nothing reads what it writes after the target has begun to write. The other way round nothing
+    # would keep XLA from reading for the target after the drafter's writes, out of a copy of the pool that they share.
     draft_state = state.draft
     if spec.drafter is not None:
         draft_state = spec.drafter.prefill(params.draft, lend(cache, draft_state), tokens, metadata)
         cache, draft_state = take_back(cache, draft_state)
+    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
 
     requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
     through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
