@@ -1,5 +1,6 @@
 """Small random models and prompts that the tests of the step share. Everything is drawn by numpy from fixed seeds."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,6 +30,13 @@ TARGET = jaxspec.from_qwen3(MODULE)
 # The same module as a draft: its sliding layer lives in FULL pages, so that it can follow the target's page table.
 DRAFT = jaxspec.from_qwen3(MODULE, swa_pages=False)
 DRAFTERS = ("ngram", "draft_lm", "self")
+# The same weights with other windows: a target that keeps no sliding-window pages, and a draft that looks back further
+# than the target's pages of that kind reach.
+FULL_MODULE = models.Qwen3(dataclasses.replace(CONFIG, windows=(None, None)))
+FULL_TARGET = jaxspec.from_qwen3(FULL_MODULE)
+WIDE_DRAFT = jaxspec.from_qwen3(
+    models.Qwen3(dataclasses.replace(CONFIG, windows=(2 * WINDOW + 4, None))), swa_pages=False
+)
 
 # XLA options for programs that run a few milliseconds: they compile in a third of the time.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -52,17 +60,18 @@ def draft_params():
 def drafter_and_params(name):
     """A drafter and the weights of a step.
 
-    "plain" has none, "ngram" looks up, "draft_lm" is another model that is often wrong, and with "self" the target
-    drafts for itself.
+    "plain" has none, "ngram" looks up, "draft_lm" is another model that is often wrong, "wide" the same with a larger
+    window, and with "self" the target drafts for itself.
     """
     if name in ("plain", "ngram"):
         return (jaxspec.NgramDrafter() if name == "ngram" else None), jaxspec.Params(target_params())
-    return jaxspec.DraftLM(DRAFT), jaxspec.Params(
-        target_params(), {"draft_lm": draft_params, "self": target_params}[name]()
+    model = WIDE_DRAFT if name == "wide" else DRAFT
+    return jaxspec.DraftLM(model), jaxspec.Params(
+        target_params(), target_params() if name == "self" else draft_params()
     )
 
 
-def make_step(drafter, *, batch=1, page=4, D=4, new=40, **others):
+def make_step(drafter, *, target=TARGET, batch=1, page=4, D=4, new=40, **others):
     """A step of the tiny target, and its weights."""
     drafter, params = drafter_and_params(drafter)
     config = jaxspec.SpecConfig(
@@ -76,7 +85,7 @@ def make_step(drafter, *, batch=1, page=4, D=4, new=40, **others):
             **others,
         }
     )
-    return jaxspec.make_spec_step(TARGET, drafter, config, options=FAST_COMPILE), params
+    return jaxspec.make_spec_step(target, drafter, config, options=FAST_COMPILE), params
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
