@@ -444,7 +444,7 @@ def test_the_pool_stays_in_place(function, dtype):
 
 
 @pytest.mark.parametrize("function", [step, loop], ids=["step", "loop"])
-def test_the_pool_stays_in_place_on_an_h200(function):
+def test_the_pool_stays_in_place_on_sm_90(function):
     if reason := aot.missing():
         pytest.skip(reason)
     assert_in_place(function, "bfloat16", aot.compile_for_h200)
