@@ -5,6 +5,7 @@ import os
 
 import pytest
 import tiny_models
+import unified_cases
 from oracles import GreedyOracle
 
 if not glob.glob("/dev/nvidia[0-9]*"):
@@ -16,3 +17,9 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 def greedy():
     """`greedy(prompt, count)`: what the tiny target says after a prompt, computed without a cache."""
     return GreedyOracle(tiny_models.MODULE, tiny_models.target_params(), tiny_models.CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def tight():
+    """(step, weights) of the tests of unified memory."""
+    return unified_cases.tight_step()
