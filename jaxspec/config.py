@@ -57,6 +57,8 @@ class SpecConfig:
                 and not isinstance(value, numbers.Integral)
             ):
                 raise InputError(f"{field.name}={value!r}: must be an integer")
+        if self.pool_bytes is not None and self.pool_bytes < 1:
+            raise InputError(f"pool_bytes={self.pool_bytes}: must be at least 1; None sizes the pool")
         for name in ("batch_size", "num_draft_tokens", "context_len", "page_size", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")

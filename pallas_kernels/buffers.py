@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.views import Array, Section, View, row_major, section
 
@@ -189,7 +190,27 @@ def flatten(out: Out | dict[str, Array | None], names: tuple[str, ...]) -> tuple
             number = list(operands).index(id(holder)) if id(holder) in operands else len(operands)
             operands[id(holder)] = holder
             sections.append((name, section(f"out.{name}" if len(names) > 1 else name, array, number, written=True)))
+    _check_disjoint(tuple(sections), tuple(holder.size for holder in operands.values()))
     return tuple(operands.values()), Destination(tuple(sections))
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_disjoint(sections: tuple[tuple[str, Section], ...], sizes: tuple[int, ...]) -> None:
+    """Raise ValueError if two sections share a cell: exact, by marking cells, so very large buffers are passed over."""
+    for buffer, size in enumerate(sizes):
+        here = [(name, place) for name, place in sections if place.buffer == buffer]
+        if len(here) < 2 or size > 2**26:
+            continue
+        owner = np.full(size, -1, np.int16)
+        for number, (name, place) in enumerate(here):
+            steps = [np.arange(n) * stride for n, stride in zip(place.shape, place.strides, strict=True)]
+            cells = place.offset + sum(np.meshgrid(*steps, indexing="ij", sparse=True))
+            if (owner[cells] >= 0).any():
+                other = here[owner[cells].max()][0]
+                raise ValueError(
+                    f"out.{name} and out.{other} share cells of their buffer: give Views that do not overlap"
+                )
+            owner[cells] = number
 
 
 def unflatten(out: Out | dict[str, Array | None], buffers: tuple, destination: Destination):
@@ -211,23 +232,26 @@ def _fields(out) -> dict[str, Array | None]:
     return out if isinstance(out, dict) else out._asdict()
 
 
-def check(out: Out, kind: type, batch: int) -> None:
-    """Raise ValueError unless `out` is a `kind` with int32 arrays of its own shapes for `batch` rows, or packed."""
+def check(out: Out, kind: type, batch: int, name: str = "seq_lens") -> None:
+    """Raise ValueError unless `out` is a `kind` with int32 arrays of its own shapes for `batch` rows, or packed.
+
+    `name`: the argument that the batch is the length of.
+    """
     if isinstance(out, PackedMetadata):
         size = (out.layout.size,)
         if out.buffer.shape != size or out.buffer.dtype != jnp.int32:
             raise ValueError(f"out.buffer is {describe(out.buffer)}: {out.layout} needs int32{list(size)}")
         if batch != out.layout.B:
-            raise ValueError(f"out.layout.B={out.layout.B}, but seq_lens or start has {batch} rows: make them equal")
+            raise ValueError(f"out.layout.B={out.layout.B}, but {name} has {batch} rows: make them equal")
         return
     if not isinstance(out, kind):
         raise ValueError(f"out is a {type(out).__name__}: give a {kind.__name__} or a PackedMetadata")
     rows = {"cache_seqlens": (batch,), "cu_seqlens_k": (batch + 1,), "cu_seqlens_q": (batch + 1,)}
     matrix = out.page_table if kind is DecodeTables else out.virtual_loc
     columns = matrix.shape[1] if getattr(matrix, "ndim", 0) == 2 else "columns"
-    for name, array in zip(out._fields, out, strict=True):
-        if array is not None or name not in OPTIONAL:
-            check_array(f"out.{name}", array, rows.get(name, (batch, columns)))
+    for field, array in zip(out._fields, out, strict=True):
+        if array is not None or field not in OPTIONAL:
+            check_array(f"out.{field}", array, rows.get(field, (batch, columns)))
 
 
 def check_array(name: str, array: Array, shape: tuple) -> None:

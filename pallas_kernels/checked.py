@@ -7,7 +7,8 @@ touch somebody else's memory. Here the body runs as ordinary Python, programs on
 * a live lane's index is negative or past the end;
 * a cell declared dead is read (see `declare`);
 * two live lanes of a store have one cell, or a masked lane has the cell of a live one;
-* two programs write one cell, or a program reads a cell that another one has written.
+* two programs write one cell, or one reads a cell that another one writes, in whatever order they run;
+* something is stored to an input, an index or a stored value is no integer, or a vector's lanes are no power of two.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def declare(*, dead: Mapping[str, np.ndarray] | None = None, seed: int = 0):
     Args:
       dead: for names of arguments, such as 'source', a bool array of the argument's buffer: True where a cell must not
         be read, because what it holds is stale.
-      seed: of the order in which programs run.
+      seed: of the order in which programs run; a result must not depend on it.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from pallas_kernels import checked, kv_read_table
@@ -55,7 +56,7 @@ def declare(*, dead: Mapping[str, np.ndarray] | None = None, seed: int = 0):
     ...
     pallas_kernels.checked.KernelFault: kv_read_table, program 0: load of dead cells of source[1, 2]: (0, 1)
     """
-    token = _declared.set(_Declared(dict(dead or {}), seed))
+    token = _declared.set(_Declared({name: np.asarray(mask, bool) for name, mask in (dead or {}).items()}, seed))
     try:
         yield
     finally:
@@ -74,8 +75,10 @@ def launch(operation: Operation, inputs: tuple, outputs: tuple) -> tuple:
     settings = _declared.get()
     if unknown := set(settings.dead) - set(operation.labels):
         raise ValueError(f"dead={sorted(unknown)}: {operation.name} reads only {', '.join(operation.labels)}")
+    if len(operation.labels) != len(inputs):
+        raise ValueError(f"{operation.name} has {len(operation.labels)} labels for {len(inputs)} inputs: name each")
     ins = [_Ref(n, np.asarray(x), settings.dead.get(n)) for n, x in zip(operation.labels, inputs, strict=True)]
-    outs = [_Ref(f"out {i}", np.array(x)) for i, x in enumerate(outputs)]
+    outs = [_Ref(f"out {i}", np.array(x), written=True) for i, x in enumerate(outputs)]
     for program in np.random.default_rng(settings.seed).permutation(operation.programs):
         try:
             with np.errstate(over="ignore"):  # ids that no live lane uses may wrap around
@@ -92,6 +95,8 @@ class CheckedLanes(Lanes):
         self.program = program
 
     def iota(self, count):
+        if count < 1 or count & (count - 1):
+            raise KernelFault(f"a vector of {count} lanes: their number must be a power of two")
         return np.arange(count, dtype=np.int32)
 
     def load(self, ref, index, mask=None, other=0):
@@ -102,6 +107,8 @@ class CheckedLanes(Lanes):
     def store(self, ref, index, value, mask=None):
         index, live = ref.check("store", index, mask)
         ref.check_writable(index, live, self.program)
+        if not np.issubdtype(np.asarray(value).dtype, np.integer):
+            raise KernelFault(f"store of {np.asarray(value).dtype} to {ref.name}: values are int32")
         cells = tuple(i[live] for i in index)
         ref.cells[cells] = np.broadcast_to(value, live.shape)[live]
         ref.owner[cells] = self.program
@@ -135,11 +142,14 @@ class CheckedLanes(Lanes):
 
 
 class _Ref:
-    """An array of a launch: its cells, which of them are dead, and which program wrote them (-1: none)."""
+    """An array of a launch: its cells, which of them are dead, which program wrote them and which read them.
 
-    def __init__(self, label: str, cells: np.ndarray, dead: np.ndarray | None = None):
-        self.label, self.cells, self.dead = label, cells, dead
-        self.owner = np.full(cells.shape, -1, np.int32)
+    No program is -1, more than one -2. An input is not `written`.
+    """
+
+    def __init__(self, label: str, cells: np.ndarray, dead: np.ndarray | None = None, written: bool = False):
+        self.label, self.cells, self.dead, self.written = label, cells, dead, written
+        self.owner, self.reader = np.full((2, *cells.shape), -1, np.int32)
         if dead is not None and dead.shape != cells.shape:
             raise ValueError(f"dead[{label!r}] has shape {dead.shape}: the array has shape {cells.shape}")
 
@@ -151,6 +161,10 @@ class _Ref:
         """(index, live lanes), all of one shape and, where a lane is not live, 0. Live lanes are in range."""
         if len(index) != self.cells.ndim:
             raise KernelFault(f"{action} of {self.name} with {len(index)} indices")
+        if not all(np.issubdtype(np.asarray(i).dtype, np.integer) for i in index):
+            raise KernelFault(f"{action} of {self.name}: an index is an integer or a vector of them for each dimension")
+        if action == "store" and not self.written:
+            raise KernelFault(f"store to {self.name}, which is an input")
         if mask is None and any(np.ndim(i) for i in index):
             raise KernelFault(f"{action} of {self.name}: a vector of lanes needs a mask")
         *index, live = np.broadcast_arrays(*index, True if mask is None else mask)
@@ -163,12 +177,15 @@ class _Ref:
     def check_readable(self, index, live, program: int) -> None:
         if self.dead is not None:
             self._refuse("load of dead cells", index, live & self.dead[index])
-        owner = self.owner[index]
+        owner, reader = self.owner[index], self.reader[index]
         self._refuse("load of cells another program wrote", index, live & (owner >= 0) & (owner != program))
+        seen = np.where((reader == -1) | (reader == program), np.int32(program), np.int32(-2))
+        self.reader[tuple(i[live] for i in index)] = seen[live]
 
     def check_writable(self, index, live, program: int) -> None:
-        owner = self.owner[index]
+        owner, reader = self.owner[index], self.reader[index]
         self._refuse("store to cells another program wrote", index, live & (owner >= 0) & (owner != program))
+        self._refuse("store to cells another program read", index, live & (reader != -1) & (reader != program))
 
     def _check_lanes(self, index, live) -> None:
         lanes = np.stack([np.ravel(i) for i in index])

@@ -66,7 +66,7 @@ def decode_metadata(
         faster compiled kernel on CUDA, the reference elsewhere.
 
     Each array may be a View of a wider buffer. A map for SWA is needed exactly when `out` has a SWA table (v2p may be
-    used without one). Integer inputs of 64 bits are narrowed to 32.
+    used without one). Integer inputs of 64 bits are taken as int32; what does not fit is out of range.
 
     Returns:
       The same type as `out`.

@@ -6,10 +6,31 @@ A body is written once, as a function of an executor's `Lanes`, and runs whereve
     mosaic      pallas_kernels/mosaic.py    compiled Pallas Mosaic GPU
     checked     pallas_kernels/checked.py   NumPy, one program after another, every access checked
 
-    def body(lanes, program, ins, outs):
-        lane = lanes.iota(lanes.width(8, 32))
-        live = lane < 8
-        lanes.store(outs[0], (lane,), lanes.load(ins[0], (lane,), live, 0) + 1, live)
+An operation is a frozen dataclass (see `Operation`); `pallas_kernels.backend.run` hands it to an executor:
+
+    >>> import dataclasses, jax.numpy as jnp
+    >>> from pallas_kernels import backend
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class AddOne:
+    ...     count: int
+    ...     name = "add_one"
+    ...     labels = ("values",)
+    ...     reference_is_faster = False
+    ...
+    ...     @property
+    ...     def programs(self):
+    ...         return -(-self.count // 128)  # each handles 128 cells
+    ...
+    ...     def body(self, lanes, program, ins, outs):
+    ...         lane = lanes.iota(128) + program * 128
+    ...         live = lane < self.count
+    ...         lanes.store(outs[0], (lane,), lanes.load(ins[0], (lane,), live, 0) + 1, live)
+    ...
+    ...     def reference(self, inputs, outputs):
+    ...         return (inputs[0] + 1,)
+    >>> values = jnp.array([3, 1, 4])
+    >>> [backend.run(AddOne(3), name, (values,), (jnp.zeros(3, jnp.int32),))[0].tolist() for name in ("checked", None)]
+    [[4, 2, 5], [4, 2, 5]]
 
 Values are int32 and bool, scalars or vectors, with Python's operators (+ - * << >> & | and comparisons); integers
 written in a body are constants. Rules:
@@ -19,7 +40,7 @@ written in a body are constants. Rules:
 * One index a dimension: a scalar or a vector, never a slice. A live lane's index is in range and not negative.
 * No two lanes of one store, masked ones included, have the same index: an interpreted store writes the old value back
   through a masked lane.
-* A cell is written by one program; a program reads no cell that another one writes.
+* Inputs are only read. A cell of an output is written by one program, and read by no other one.
 """
 
 import abc

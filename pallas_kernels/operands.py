@@ -10,6 +10,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.buffers import describe
 from pallas_kernels.views import Array, Section, View, section
@@ -35,7 +36,10 @@ class Inputs:
     def scalar(self, name: str, value, least: int | None = None) -> "int | Section":
         """A number that may change between calls: a Python integer, or an array of one integer as an operand."""
         if not hasattr(value, "dtype"):
-            number = check_static(name, value)
+            try:
+                number = operator.index(value)
+            except TypeError as error:
+                raise ValueError(f"{name}={value!r}: it must be an integer or an array of one integer") from error
             if least is not None and number < least:
                 raise ValueError(f"{name}={number}: it must be >= {least}")
             return min(max(number, -(2**31)), 2**31 - 1)
@@ -171,6 +175,10 @@ def make_map(inputs: Inputs, v2p: Array | None, full_to_swa: Array | None) -> Pa
         raise ValueError("v2p and full_to_swa were given: a table is translated by one of them at most")
     if full_to_swa is not None:
         return PageMap("tokens", _table(inputs, "full_to_swa", full_to_swa, 1))
+    if getattr(v2p, "ndim", 1) == 2:
+        raise ValueError(
+            f"v2p has shape {v2p.shape}: one table takes one map; give a View of the column of an interleaved one"
+        )
     return PageMap("identity") if v2p is None else PageMap("pages", _table(inputs, "v2p", v2p, 1))
 
 
@@ -240,8 +248,12 @@ def check_integers(name: str, array: Array, rank: int, length: int | None = None
 
 
 def as_int32(array) -> jax.Array:
-    """The array on the device as int32; 64-bit ids are narrowed, since every id here fits."""
-    return jnp.asarray(array).astype(jnp.int32)
+    """The array on the device as int32. An id that does not fit becomes the nearest that does: out of range still."""
+    limits = np.iinfo(np.int32)
+    if array.dtype.itemsize >= 4 and array.dtype != np.int32:
+        xp = np if isinstance(array, np.ndarray) else jnp
+        array = xp.clip(array, None if array.dtype.kind == "u" else limits.min, limits.max)
+    return jnp.asarray(array.astype(np.int32))
 
 
 def _table(inputs: Inputs, name: str, table: Array, rank: int) -> Section:

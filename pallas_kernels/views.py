@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["buffer"], meta_fields=["offset", "shape", "strides"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class View:
     """A vector or matrix inside an int32 buffer; it may stand for any array that a kernel reads or writes.
 
-    Cell (r, c) is cell offset + r * strides[0] + c * strides[1] of the buffer in row-major order. Cells of the buffer
+    Cell (r, c) is cell offset + r * strides[0] + c * strides[1] of the buffer in row-major order; in a buffer of two
+    dimensions no row of the view may run past the end of a row of the buffer. Cells of the buffer
     that belong to no view are neither read nor written.
 
     buffer    int32, one or two dimensions. A buffer of more than 2^31 - 1 cells has two
@@ -23,8 +24,10 @@ class View:
     strides   cells from one entry to the next, one a dimension; row-major without gaps if left out (static)
 
     Views of one buffer that are written by one call share its operand: pass the buffer into your own `jit` and make the
-    views there (two views that enter a jit are two buffers to it), and let no two destinations overlap, which only the
-    checked backend finds out.
+    views there (two views that enter a jit are two buffers to it). Destinations that overlap are refused.
+
+    Raises ValueError for places that are no integers >= 0; the call that uses the view raises for cells outside the
+    buffer and for a buffer of another kind.
 
     A column of an interleaved [NV, 2] map, and a table with four guard cells around it:
 

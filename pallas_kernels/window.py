@@ -81,7 +81,7 @@ def draft_write_window(
     operands.check_integers("start", start, 1)
     batch = start.shape[0]
     operands.check_integers("req_rows", req_rows, 1, batch)
-    buffers.check(out, WindowBuffers, batch)
+    buffers.check(out, WindowBuffers, batch, "start")
     flat, destination = buffers.flatten(out, WindowBuffers._fields)
     inputs = Inputs()
     starts = inputs.add("start", start, 1, batch)

@@ -1,6 +1,7 @@
 """The step's edges: where requests end, what happens when pages run out, which input is refused."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -315,6 +316,9 @@ def config(**changes):
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"kernel_backend": "cuda"}, "kernel_backend='cuda': must be None or one of 'reference', 'interpret'"),
         ({"kernel_backend": "checked"}, "kernel_backend='checked'"),
+        ({"memory": "half"}, "memory='half': must be one of 'static', 'unified'"),
+        ({"pool_bytes": 1000}, "pool_bytes=1000: it sizes the pool of memory='unified'"),
+        ({"pool_bytes": 0, "memory": "unified"}, "pool_bytes=0"),
     ],
 )
 def test_impossible_shapes(changes, words):
@@ -341,6 +345,14 @@ def test_impossible_shapes(changes, words):
         ([[1] * 20], {}, {"num_pages": 8}, "needs 8 pages of 4.*has 7.*num_pages"),
         ([[1] * 20], {}, {"num_swa_pages": 3}, "sliding-window pages.*num_swa_pages"),
         ([[1]], {}, {"context_len": 512}, "context_len=512.*256"),
+        ([[1]], {}, {"memory": "unified", "pool_bytes": 1000}, r"pool_bytes=1000: .* take \d+ bytes"),
+        ([[1]], {}, {"memory": "unified", "num_pages": 1}, "num_pages=1: .* at least 2"),
+        (
+            [[1] * 20],
+            {},
+            {"memory": "unified", "num_pages": 3, "num_swa_pages": 3},
+            "needs 9 FULL and .* raise num_pages and num_swa_pages",
+        ),
     ],
 )
 def test_impossible_requests(prompts, settings, changes, words):
@@ -385,3 +397,30 @@ def test_no_prompts():
     result = jaxspec.generate(TARGET, jaxspec.Params(target_params()), [])
     assert (result.requests, result.token_ids, result.dispatches, result.accept_length) == ([], [], 0, None)
     assert result.to_json()["requests"] == []
+
+
+def test_a_pool_of_the_bytes_that_the_errors_ask_for_is_accepted():
+    """First for one page of each kind, then for the prompt; not a byte less."""
+
+    def make(pool_bytes):
+        return jaxspec.init_state(TARGET, None, config(memory="unified", pool_bytes=pool_bytes), [[1] * 40])
+
+    with pytest.raises(jaxspec.InputError, match=r"take \d+ bytes") as error:
+        make(1000)
+    least = int(re.search(r"take (\d+) bytes", str(error.value))[1])
+    with pytest.raises(jaxspec.InputError, match=r"raise pool_bytes to at least \d+$") as error:
+        make(least)
+    enough = int(str(error.value).rpartition(" ")[2])
+    make(enough)
+    with pytest.raises(jaxspec.InputError, match=f"raise pool_bytes to at least {enough}"):
+        make(enough - 1)
+
+
+def test_generate_refuses_what_its_configuration_contradicts():
+    call = {"config": config(), "max_new_tokens": 2}
+    for name, value in (("memory", "unified"), ("logprobs", True)):
+        with pytest.raises(jaxspec.InputError, match=f"{name}={value!r}: the configuration says"):
+            jaxspec.generate(TARGET, jaxspec.Params({}), [[1]], **call, **{name: value})
+    if jax.default_backend() == "cpu":
+        with pytest.raises(jaxspec.InputError, match="kernel_backend='triton': it runs on arrays on a CUDA device"):
+            jaxspec.generate(TARGET, jaxspec.Params({}), [[1]], config=config(kernel_backend="triton"))

@@ -13,6 +13,7 @@ from jaxspec.generation.loops import Driver, OnTokens, prefill_reported, reports
 from jaxspec.generation.results import Generation, read_requests
 from jaxspec.models.contract import Model
 from jaxspec.steps import Params, init_state, make_spec_step
+from pallas_kernels.backend import declined
 
 LOOPS = ("device", "chunked", "python")
 
@@ -51,8 +52,8 @@ def generate(
     max_new_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
     loop: str = "device",
-    memory: str = "static",
-    logprobs: bool = False,
+    memory: str | None = None,
+    logprobs: bool | None = None,
     config: SpecConfig | None = None,
     rounds_per_dispatch: int = 8,
     on_tokens: OnTokens | None = None,
@@ -70,8 +71,8 @@ def generate(
       stop_ids: ids that end a request; the id itself is emitted.
       loop: "device" (one dispatch, no host read before the end), "chunked" (`rounds_per_dispatch` rounds a dispatch,
         results read one dispatch late) or "python" (one round a dispatch).
-      memory: "static" or "unified", see `SpecConfig`; no result depends on it.
-      logprobs: whether to keep the log-probability of every token.
+      memory: "static" (the default) or "unified", see `SpecConfig`; no result depends on it.
+      logprobs: whether to keep the log-probability of every token; they are not kept by default.
       config: shapes, instead of a configuration that fits the prompts; it then decides D, memory and log-probabilities,
         and `max_new_tokens` may not exceed its.
       rounds_per_dispatch: K of the chunked loop.
@@ -122,9 +123,14 @@ def generate(
             prompts,
             num_draft_tokens=num_draft_tokens,
             max_new_tokens=max(limits, default=0),
-            memory=memory,
-            logprobs=logprobs,
+            memory=memory or "static",
+            logprobs=bool(logprobs),
         )
+    for name, value in (("memory", memory), ("logprobs", logprobs)):
+        if value is not None and value != getattr(config, name):
+            raise InputError(f"{name}={value!r}: the configuration says {getattr(config, name)!r}; say it there")
+    if config.kernel_backend in ("triton", "mosaic") and (reason := declined(config.kernel_backend)):
+        raise InputError(f"kernel_backend={config.kernel_backend!r}: {reason}; leave it out, or name 'reference'")
     if not prompts:
         return Generation(requests=[], num_draft_tokens=config.num_draft_tokens, seconds=0.0, dispatches=0)
     spec = make_spec_step(target, drafter, config)

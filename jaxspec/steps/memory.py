@@ -22,6 +22,7 @@ from jaxspec.cache import (
 )
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
+from jaxspec.errors import InputError
 from jaxspec.metadata import Ids
 from jaxspec.models.contract import Model
 
@@ -37,8 +38,15 @@ def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> P
         "draft_layers": getattr(drafter, "cache_layers", ()),
     }
     if config.pool_bytes is not None:
+        least = PoolLayout.for_pages(target.layers, full=1, swa=1, **settings).nbytes
+        if config.pool_bytes < least:
+            raise InputError(
+                f"pool_bytes={config.pool_bytes}: the sinks and one page of each kind take {least} bytes, so give more"
+            )
         return PoolLayout.for_budget(target.layers, budget=config.pool_bytes, **settings)
     full, swa = config.full_pages() - 1, config.swa_pages(target.swa_window) - 1
+    if full < 1:
+        raise InputError(f"num_pages={config.num_pages}: the pool needs a page besides the sink, so at least 2")
     return PoolLayout.for_pages(target.layers, full=full, swa=swa, **settings)
 
 

@@ -139,10 +139,13 @@ def _check(target: Model, drafter: Drafter | None, config: SpecConfig, prompts, 
         if layout is not None:
             swa = 0 if target.swa_window is None else min(pages, config.swa_pages_per_row(target.swa_window))
             if not layout.holds(full=pages, swa=swa):
+                least = dataclasses.replace(config, pool_bytes=None, num_pages=pages + 1, num_swa_pages=swa + 1)
+                needed = pool_layout(target, drafter, least).nbytes
+                way_out = f"pool_bytes to at least {needed}" if config.pool_bytes else "num_pages and num_swa_pages"
                 raise InputError(
                     f"prompt {i} needs {pages} FULL and {swa} sliding-window pages of {config.page_size} tokens to "
-                    f"reach length {reach}, more than a pool of {layout.nbytes} bytes holds: raise pool_bytes or "
-                    "num_pages"
+                    f"reach length {reach}, the rows of two rounds included; a pool of {layout.nbytes} bytes does not "
+                    f"hold them: raise {way_out}"
                 )
             continue
         if pages > config.full_pages() - 1:

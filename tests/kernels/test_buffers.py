@@ -249,3 +249,15 @@ def test_a_buffer_of_more_cells_than_an_int32_can_index_has_two_dimensions():
     with pytest.raises(ValueError, match=r"out is a View of 2147483712 cells in one dimension, .* reshape the buffer"):
         jax.eval_shape(table, jax.ShapeDtypeStruct((2**31 + 64,), jnp.int32))
     assert jax.eval_shape(table, jax.ShapeDtypeStruct((2**25 + 1, 64), jnp.int32)).buffer.shape == (2**25 + 1, 64)
+
+
+@pytest.mark.parametrize("places", [(0, 0), (0, 5), (5, 0), (0, 11)])
+def test_destinations_that_share_cells_are_refused(places):
+    """The same cells, some of them, or the last one alone."""
+    buffer = cases.stale(40)
+    tables = [View(buffer, offset=place, shape=(2, 6)) for place in places]
+    out = DecodeTables(cases.stale(2), cases.stale(3), *tables)
+    ones = int32(1, 1)
+    call = {"seq_lens": ones, "req_rows": ones, "source": np.zeros((3, 3), np.int32), "page_size": 4}
+    with pytest.raises(ValueError, match=r"out\.swa_page_table and out\.page_table share cells of their buffer"):
+        decode_metadata(**call, zero_tail=True, swa_v2p=np.zeros(3, np.int32), out=out)

@@ -301,3 +301,26 @@ def test_compiled_backends_decline_a_jax_without_them(backend, monkeypatch):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"backend='cuda' is unknown: use one of 'reference', 'interpret', 'checked'"):
         small_call("cuda")(jnp.array([5]))
+
+
+RULES = {  # what a body does against the rules of lanes.py, whatever the order of its two programs: words of the fault
+    "reads what the other writes": (
+        lambda lanes, p, ins, outs: lanes.store(outs[0], (p,), lanes.load(outs[0], (p * -1 + 1,)) + p),
+        "another program (wrote|read)",
+    ),
+    "stores to an input": (lambda lanes, p, ins, outs: lanes.store(ins[0], (p,), p), "store to x.*an input"),
+    "stores a float": (lambda lanes, p, ins, outs: lanes.store(outs[0], (p,), p * 0.5), "store of float64"),
+    "indexes with a slice": (
+        lambda lanes, p, ins, outs: lanes.load(ins[0], (slice(2),), True),
+        "an index is an integer",
+    ),
+    "takes five lanes": (lambda lanes, p, ins, outs: lanes.iota(5), "a vector of 5 lanes"),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", RULES)
+def test_checked_holds_a_body_to_the_rules_in_any_order(rule, seed):
+    body, words = RULES[rule]
+    with checked.declare(seed=seed), pytest.raises(KernelFault, match=words):
+        run_small(Small(body, programs=2), "checked", [[1, 2]], (2,))

@@ -74,7 +74,11 @@ FAULTS = {
     "two lanes, one cell": (_lanes_share_a_cell, 1, r"store by several lanes of out 0\[5\]: \(0,\), \(0,\)"),
     "a masked lane in a live cell": (_masked_lane_shares_a_cell, 1, r"store by several lanes of out 0\[5\]: \(0,\)"),
     "two programs, one cell": (_programs_share_a_cell, 4, r"program [0-3]: store to cells another program wrote"),
-    "reads another's cell": (_reads_another_program, 4, r"program [123]: load of cells another program wrote"),
+    "reads another's cell": (
+        _reads_another_program,
+        4,
+        r"program [0-3]: (load|store).* another program (wrote|read)",
+    ),
     "dead cell": (_dead_cell, 1, r"load of dead cells of x\[5\]: \(4,\)$"),
     "too few indices": (_too_few_indices, 1, r"store of out 1\[2, 3\] with 1 indices"),
     "vector without mask": (_vector_without_mask, 1, r"store of out 0\[5\]: a vector of lanes needs a mask"),
@@ -231,7 +235,7 @@ BUGS = {
     "a destination read": (
         READERS,
         [(kind, "body", _body_patched(kind, _peek)) for kind in KINDS],
-        "load of cells another program wrote",
+        "(load of cells another program wrote|store to cells another program read)",
     ),
     "offsets that forget a request": (
         {"extend_cache_locs"},
