@@ -1,7 +1,8 @@
 """The paged KV cache: what one layer stores, where its rows lie, the buffers, and the pages that requests own."""
 
 from jaxspec.cache.kv import KVCache, PoolCache, init_cache, init_pool
-from jaxspec.cache.layout import Entry, LayerSpec, PoolLayout, Row, Span
+from jaxspec.cache.layers import LayerSpec, StatePart, StateSpec
+from jaxspec.cache.layout import Entry, PoolLayout, Row, Span, StateRow
 from jaxspec.cache.pages import Pages, init_pages
 from jaxspec.cache.unified import UnifiedPages, init_unified
 
@@ -14,6 +15,9 @@ __all__ = [
     "PoolLayout",
     "Row",
     "Span",
+    "StatePart",
+    "StateRow",
+    "StateSpec",
     "UnifiedPages",
     "init_cache",
     "init_pages",

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.layout import LayerSpec, PoolLayout
+from jaxspec.cache.layers import LayerSpec
+from jaxspec.cache.layout import PoolLayout
 
 Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS

@@ -1,16 +1,18 @@
-"""Where every K and V row lies in one pool that all kinds of page share: static numbers, no arrays.
+"""Where every row of K and V and every state lies in one pool that all kinds of page share: static numbers, no arrays.
 
 A *kind* of page is an allocation class: "full" pages live as long as their request, "swa" pages until every window has
-passed them. The *entry* of a kind is all that one token owns there, token-major, so that a page is one piece of memory
-whatever the number of layers, and the draft's rows live and move with the target's:
+passed them, a "state" page is the state of one request, all recurrent layers. The *entry* of a kind is all that one
+token (one request, for states) owns there, so that a page is one piece of memory whatever the number of layers, and
+the draft's rows live and move with the target's:
 
-    [K_0|V_0|K_1|V_1|... | pad to 16 bytes | dK_0|dV_0|... | pad to 32 bytes]
+    [K_0|V_0|K_1|V_1|... | pad to 16 bytes | dK_0|dV_0|... | pad to 32 bytes]     full, swa: token-major
      layers of the kind                      draft lanes
+    [conv_0|conv_1|... |temporal_0|temporal_1|... | pad to 32 bytes]              state: part by part
 
-A page is `page_size` entries. The pool is an array [units, unit]. Pages of every kind count from unit 0 of the same
-memory: page p of a kind fills units p * page_units to (p + 1) * page_units. Which pages are alive, and that no two that
-are overlap, is the allocator's affair. Page 0 of every kind is its sink; pages before `min_page` overlap some kind's
-sink and are never handed out.
+A page is `page_size` entries, of states one. The pool is an array [units, unit]. Pages of every kind count from unit 0
+of the same memory: page p of a kind fills units p * page_units to (p + 1) * page_units. Which pages are alive, and that
+no two that are overlap, is the allocator's affair. Page 0 of every kind is its sink; pages before `min_page` overlap
+some kind's sink and are never handed out.
 
 Worked row: bfloat16, 3 layers of 2 heads, 64 wide in K and 32 in V. K rows are 256 bytes, V rows 128, the entry
 3 * 384 = 1152. V of layer 2 of slot 5 lies at byte 5 * 1152 + 2 * 384 + 256 = 6784. A unit is 64 elements, 128 bytes:
@@ -24,75 +26,18 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jaxspec.cache.layers import ACCUMULATED, POSITION, LayerSpec, StateSpec
+
 ROW_BYTES, ENTRY_BYTES = 16, 32  # what rows and entries are multiples of
 UNIT = 64  # most elements a unit
 INDEX_LIMIT = 2**31  # slots and units are int32 on the device
-KINDS = ("full", "swa")
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What one attention layer keeps for a token, and how far its queries look back.
-
-    Attributes:
-      num_kv_heads: K/V heads.
-      head_dim: width of one head of K, and of V where `value_dim` does not say otherwise.
-      window: None for full attention; otherwise a query at position p sees keys at positions p - window + 1 .. p.
-      storage: "full" or "swa", the kind of page the layer lives in. Pages of kind "swa" are retired once they fall
-        behind the largest window of their kind. A windowed layer stored in "full" still clips its reads to its window.
-      value_dim: width of one head of V; None for head_dim.
-
-    Example:
-      >>> spec = LayerSpec(2, 64, value_dim=32)
-      >>> spec.key_width, spec.value_width
-      (128, 64)
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    storage: str = "full"
-    value_dim: int | None = None
-
-    def __post_init__(self):
-        for name in ("num_kv_heads", "head_dim", "value_dim"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size}: a layer keeps at least one head, at least one element wide")
-        if self.storage not in KINDS:
-            raise ValueError(f"storage={self.storage!r}: a layer is stored in 'full' or 'swa' pages")
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window={self.window}: a query sees itself, so a window is at least 1; use None for full attention"
-            )
-        if self.storage == "swa" and self.window is None:
-            raise ValueError("storage='swa' needs a window: pages of that kind are freed behind it")
-
-    @property
-    def key_shape(self) -> tuple[int, int]:
-        """Heads and head width of K."""
-        return self.num_kv_heads, self.head_dim
-
-    @property
-    def value_shape(self) -> tuple[int, int]:
-        """Heads and head width of V."""
-        return self.num_kv_heads, self.head_dim if self.value_dim is None else self.value_dim
-
-    @property
-    def key_width(self) -> int:
-        """Elements of a K row, all heads."""
-        return math.prod(self.key_shape)
-
-    @property
-    def value_width(self) -> int:
-        """Elements of a V row, all heads."""
-        return math.prod(self.value_shape)
+KINDS = ("full", "swa", "state")
 
 
 class Span(NamedTuple):
     """A row inside an entry: whose it is, and its first byte and size in bytes.
 
-    `owner` is the name and index of a layer list's element, as ("layers", 2), `part` what of it, as "K".
+    `owner` is the name and index of a layer list's element, as ("layers", 2), `part` what of it, as "K" or "conv".
     """
 
     owner: tuple[str, int]
@@ -151,6 +96,13 @@ class Row(NamedTuple):
     value_units: int
 
 
+class StateRow(NamedTuple):
+    """One part of one layer's state in the entry of kind "state", in units: its first one, and how many it fills."""
+
+    start: int
+    units: int
+
+
 def _ceil_to(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -161,12 +113,24 @@ def _token_entry(kind: str, page_size: int, itemsize: int, lists: dict[str, tupl
     for name, layers in lists.items():
         end = _ceil_to(end, ROW_BYTES)
         for index, spec in enumerate(layers):
-            if spec.storage == kind:
+            if spec.carries == POSITION and spec.storage == kind:
                 for part, width in (("K", spec.key_width), ("V", spec.value_width)):
                     spans.append(Span((name, index), part, end, width * itemsize))
                     end += width * itemsize
     # FULL exists, as it mints the virtual ids, even if no layer lives there.
     return Entry(kind, page_size, max(_ceil_to(end, ENTRY_BYTES), ENTRY_BYTES), tuple(spans))
+
+
+def _state_entry(layers: tuple[LayerSpec | StateSpec, ...]) -> Entry:
+    """The entry of kind "state": the first part of every recurrent layer, then the second of every one, and so on."""
+    states = [(index, spec) for index, spec in enumerate(layers) if spec.carries == ACCUMULATED]
+    spans, end = [], 0
+    for nth in range(max(len(spec.parts) for _, spec in states)):
+        for index, spec in states:
+            for part in spec.parts[nth : nth + 1]:
+                spans.append(Span(("layers", index), part.name, end, part.nbytes))
+                end += part.nbytes
+    return Entry("state", 1, _ceil_to(end, ENTRY_BYTES), tuple(spans))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +139,8 @@ class PoolLayout:
 
     Attributes:
       page_size: tokens a page, a power of two.
-      dtype: storage dtype of all rows, as a string.
-      layers: the model's attention layers.
+      dtype: dtype of K and V, as a string.
+      layers: what each of the model's layers carries.
       draft_layers: those of a draft that follows the same page tables: its lanes. A windowed one stored in "full" lies
         in FULL entries and still clips its reads; stored in "swa" it may look back no further than the model's own.
       units: size of the pool.
@@ -194,7 +158,7 @@ class PoolLayout:
 
     page_size: int
     dtype: str
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec | StateSpec, ...]
     draft_layers: tuple[LayerSpec, ...]
     units: int
 
@@ -207,8 +171,11 @@ class PoolLayout:
             object.__setattr__(self, name, value)
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size={self.page_size}: must be a power of two")
-        reach = max((spec.window for spec in self.layers if spec.storage == "swa"), default=0)
+        windows = [spec.window for spec in self.layers if spec.carries == POSITION and spec.storage == "swa"]
+        reach = max(windows, default=0)
         for index, spec in enumerate(self.draft_layers):
+            if spec.carries == ACCUMULATED:
+                raise ValueError(f"draft_layers[{index}]: a recurrent layer; a draft's lanes hold K and V only")
             if spec.storage == "swa" and spec.window > reach:
                 raise ValueError(
                     f"draft_layers[{index}]: its window of {spec.window} reaches behind the model's SWA pages, which "
@@ -239,32 +206,38 @@ class PoolLayout:
 
     @classmethod
     def for_pages(
-        cls, layers, *, full: int, swa: int = 0, page_size: int, dtype="float32", draft_layers=()
+        cls, layers, *, full: int, swa: int = 0, state: int = 0, page_size: int, dtype="float32", draft_layers=()
     ) -> "PoolLayout":
-        """The smallest pool in which so many pages of each kind, sinks not counted, can be alive at once: SWA packed
-        from the bottom, FULL from the top. `swa` is unused when no layer is stored there."""
+        """The smallest pool in which so many pages of each kind, sinks not counted, can be alive at once. `swa` and
+        `state` are unused when no layer is stored there."""
         layout = cls._unlimited(layers, page_size, dtype, draft_layers)
-        page, below = layout.page_units("full"), layout.min_page("full")
-        if "swa" in layout.kinds:
-            below = max(below, -(-(layout.min_page("swa") + swa) * layout.page_units("swa") // page))
-        return dataclasses.replace(layout, units=(below + full) * page)
+        page = layout.page_units("full")
+        return dataclasses.replace(layout, units=(-(-layout.packed(swa, state) // page) + full) * page)
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
         """The entry of each kind of page in use, FULL first."""
         lists = {"layers": self.layers, "draft_layers": self.draft_layers}
-        used = {spec.storage for layers in lists.values() for spec in layers}
+        specs = [spec for layers in lists.values() for spec in layers]
         itemsize = jnp.dtype(self.dtype).itemsize
-        return {
-            kind: _token_entry(kind, self.page_size, itemsize, lists)
-            for kind in KINDS
-            if kind == "full" or kind in used
-        }
+        entries = {"full": _token_entry("full", self.page_size, itemsize, lists)}
+        if any(spec.carries == POSITION and spec.storage == "swa" for spec in specs):
+            entries["swa"] = _token_entry("swa", self.page_size, itemsize, lists)
+        if any(spec.carries == ACCUMULATED for spec in specs):
+            entries["state"] = _state_entry(self.layers)
+        return entries
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the kinds of page in use, ("full",) or ("full", "swa")."""
+        """Names of the kinds of page in use, of `KINDS` and in that order; "full" always is."""
         return tuple(self.entries)
+
+    @functools.cached_property
+    def storage(self) -> str:
+        """The dtype of the pool's elements: `dtype`, or unsigned integers of its size where a part of a state has
+        another one (bits then change their meaning and not their place)."""
+        dtypes = {part.dtype for spec in self.layers if spec.carries == ACCUMULATED for part in spec.parts}
+        return self.dtype if dtypes <= {self.dtype} else f"uint{8 * jnp.dtype(self.dtype).itemsize}"
 
     @functools.cached_property
     def unit(self) -> int:
@@ -301,23 +274,36 @@ class PoolLayout:
         floor = max(map(self.page_units, self.kinds))
         return -(-floor // self.page_units(kind))
 
-    @property
-    def room(self) -> int:
-        """Units that pages can have: all but the sinks, and the rest at the end that is no whole FULL page."""
-        lowest = self.kinds[-1]
-        return self.num_pages("full") * self.page_units("full") - self.min_page(lowest) * self.page_units(lowest)
+    def packed(self, swa, state):
+        """The unit at which `state` states and above them `swa` SWA pages end, packed at the bottom of the pool. Python
+        integers, or int32 arrays of what the pool can hold."""
+        end = max(map(self.page_units, self.kinds))  # of the largest sink
+        if "state" in self.kinds:
+            end = (self.min_page("state") + state) * self.page_units("state")
+        if "swa" in self.kinds:
+            end = (-(-end // self.page_units("swa")) + swa) * self.page_units("swa")
+        return end
 
-    def holds(self, *, full: int, swa: int = 0) -> bool:
-        """Whether so many pages of each kind can be alive at once."""
-        counts = (full, swa)[: len(self.kinds)]
-        wanted = sum(count * self.page_units(kind) for count, kind in zip(counts, self.kinds, strict=True))
-        return full <= self.num_pages("full") - self.min_page("full") and wanted <= self.room
+    def holds(self, *, full: int, swa: int = 0, state: int = 0) -> bool:
+        """Whether so many pages of each kind can be alive at once, FULL packed from the top and the others from the
+        bottom: exact, as pages can be moved."""
+        left = self.num_pages("full") - full
+        return left >= self.min_page("full") and self.packed(swa, state) <= left * self.page_units("full")
 
     def row(self, layer: int, draft: bool = False) -> Row:
         """Where K and V of a layer lie in the entry of its kind: `layer` indexes `layers`, or `draft_layers`."""
         owner = ("draft_layers", self.draft_layers) if draft else ("layers", self.layers)
         if not 0 <= layer < len(owner[1]):
             raise ValueError(f"layer={layer}: {owner[0]} has {len(owner[1])} elements")
+        if owner[1][layer].carries != POSITION:
+            raise ValueError(f"layer={layer}: a recurrent layer has a state and no rows; see `state_rows`")
         kind = owner[1][layer].storage
         key, value = (span for span in self.entries[kind].spans if span.owner == (owner[0], layer))
         return Row(kind, *(bytes // self.unit_bytes for bytes in (key.start, value.start, key.size, value.size)))
+
+    def state_rows(self, layer: int) -> tuple[StateRow, ...]:
+        """Where the parts of a recurrent layer lie in the entry of kind "state", in the order of its `parts`."""
+        spans = [span for span in getattr(self.entries.get("state"), "spans", ()) if span.owner == ("layers", layer)]
+        if not spans:
+            raise ValueError(f"layer={layer}: no recurrent layer; see `row`")
+        return tuple(StateRow(span.start // self.unit_bytes, span.size // self.unit_bytes) for span in spans)
