@@ -7,6 +7,7 @@
     kv_read_stream          the slots of one pool that a batch reads, ragged
     draft_write_window      virtual, FULL and SWA write locations, positions, anchor tokens
     extend_cache_locs       virtual token ids of a ragged run of positions
+    page_zero               zeroes pages of several sizes in one buffer
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
 them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
@@ -19,6 +20,7 @@ from pallas_kernels.cache_locs import extend_cache_locs
 from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
+from pallas_kernels.page_zero import page_zero
 from pallas_kernels.views import View
 from pallas_kernels.window import draft_write_window
 
@@ -40,4 +42,5 @@ __all__ = [
     "extend_cache_locs",
     "kv_read_stream",
     "kv_read_table",
+    "page_zero",
 ]

@@ -8,7 +8,8 @@ touch somebody else's memory. Here the body runs as ordinary Python, programs on
 * a cell declared dead is read (see `declare`);
 * two live lanes of a store have one cell, or a masked lane has the cell of a live one;
 * two programs write one cell, or one reads a cell that another one writes, in whatever order they run;
-* something is stored to an input, an index or a stored value is no integer, or a vector's lanes are no power of two.
+* something is stored to an input, an index is no integer, a stored value is neither one nor of the array's dtype, or a
+  vector's lanes are no power of two.
 """
 
 import contextlib
@@ -102,13 +103,15 @@ class CheckedLanes(Lanes):
     def load(self, ref, index, mask=None, other=0):
         index, live = ref.check("load", index, mask)
         ref.check_readable(index, live, self.program)
-        return np.where(live, ref.cells[index], np.int32(other)).astype(np.int32)[()]
+        return np.where(live, ref.cells[index], ref.dtype.type(other))[()]
 
     def store(self, ref, index, value, mask=None):
         index, live = ref.check("store", index, mask)
         ref.check_writable(index, live, self.program)
-        if not np.issubdtype(np.asarray(value).dtype, np.integer):
-            raise KernelFault(f"store of {np.asarray(value).dtype} to {ref.name}: values are int32")
+        given = np.asarray(value).dtype
+        integer = isinstance(value, int) or (ref.dtype == np.int32 and np.issubdtype(given, np.integer))
+        if given != ref.dtype and not integer:
+            raise KernelFault(f"store of {given} to {ref.name}: a value has the array's dtype, {ref.dtype}")
         cells = tuple(i[live] for i in index)
         ref.cells[cells] = np.broadcast_to(value, live.shape)[live]
         ref.owner[cells] = self.program

@@ -33,7 +33,8 @@ An operation is a frozen dataclass (see `Operation`); `pallas_kernels.backend.ru
     [[4, 2, 5], [4, 2, 5]]
 
 Values are int32 and bool, scalars or vectors, with Python's operators (+ - * << >> & | and comparisons); integers
-written in a body are constants. Rules:
+written in a body are constants. An array of any other dtype may be moved: what is loaded from it can only be stored,
+bit for bit, to an array of the same dtype, as can constants. Rules:
 
 * A vector has a power-of-two number of lanes (`width`); spare lanes are masked off.
 * A lane whose mask is False touches no memory: a load gives it `other`, a store skips it.

@@ -48,13 +48,13 @@ class MosaicLanes(Lanes):
         # A masked lane reads cell 0 (of its column, if that is static), all of them in one transaction, and drops the
         # value. Skipping the loads would take a branch for each register of a thread, and each would wait for the last.
         index = [i if isinstance(i, int) else jnp.where(mask, i, np.int32(0)) for i in index]
-        return jnp.where(mask, _gather(ref, index, mask.size), np.int32(other))
+        return jnp.where(mask, _gather(ref, index, mask.size), ref.dtype.type(other))
 
     def store(self, ref, index, value, mask=None):
         if mask is None:
-            ref[index] = lax.convert_element_type(value, jnp.int32)
+            ref[index] = lax.convert_element_type(value, ref.dtype)
         else:
-            _scatter(ref, index, value, mask)
+            _scatter(ref, index, ref.dtype.type(value) if isinstance(value, int) else value, mask)
 
     def sum(self, vector):
         return super().sum(_spread(vector, vector.size))
@@ -142,12 +142,13 @@ def _cell(index: list):
 def _gather(ref, index, count: int):
     """ref[index] in all `count` lanes."""
     plgpu, layout = _plgpu(), _layout(count)
-    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout)
+    result = plgpu.ShapeDtypeStruct((count,), ref.dtype, layout)
+    signed = jnp.issubdtype(ref.dtype, jnp.signedinteger) if jnp.issubdtype(ref.dtype, jnp.integer) else None
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(index)), return_type=result)
     def gather(_, ref, *index):
         values = iter([memref.load(ref, _cell(lane)) for lane in _lanes(index)])
-        return index[0].foreach(lambda *_: next(values), create_array=True, is_signed=True)
+        return index[0].foreach(lambda *_: next(values), create_array=True, is_signed=signed)
 
     return gather(ref, *(_spread(i, count) for i in index))
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -22,13 +21,13 @@ class TritonLanes(Lanes):
     def load(self, ref, index, mask=None, other=0):
         if mask is None:
             return ref[index]
-        return pltriton.load(ref.at[index], mask=mask, other=np.int32(other))
+        return pltriton.load(ref.at[index], mask=mask, other=ref.dtype.type(other))
 
     def store(self, ref, index, value, mask=None):
         if mask is None:
             ref[index] = jnp.asarray(value, ref.dtype)
         else:
-            pltriton.store(ref.at[index], value, mask=mask)
+            pltriton.store(ref.at[index], jnp.broadcast_to(jnp.asarray(value, ref.dtype), mask.shape), mask=mask)
 
     def prefix_sum(self, vector):
         return lax.cumsum(vector, axis=0)
