@@ -137,8 +137,8 @@ class PoolModel:
     def _check_conserved(self, device):
         """Every page is free or in use, once; the tables of owners and of holes are inverse to what they invert."""
         layout, kinds = self.layout, len(self.layout.kinds)
-        virtual, span, holes = np.split(device.counters, [1, 1 + kinds])
-        free = device.free_virtual[1 : 1 + virtual[0]].tolist()
+        (virtual, free_slots, swa_low), span, holes = np.split(device.counters, [3, 3 + kinds])
+        free = device.free_virtual[1 : 1 + virtual].tolist()
         in_use = list(self.place["full"])
         assert sorted(free + in_use) == list(range(1, len(device.v2p))) and device.free_virtual[0] == 0
         columns = np.split(device.physical, [layout.num_pages("full")], axis=1)

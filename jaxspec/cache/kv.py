@@ -1,11 +1,15 @@
-"""Cache views: the arrays that hold K and V, and how a layer's rows get into and out of them.
+"""Cache views: the arrays that hold K, V and states, and how a layer's rows get into and out of them.
 
 A *slot* holds the K and V rows of one token; a *page* is `page_size` consecutive slots. Rows are addressed by physical
 slot of the layer's kind: `slot = physical_page * page_size + position % page_size`. Physical page 0 of every kind is
 the *sink*: it belongs to nobody, rows that must not land anywhere write there, and nothing may depend on what it holds.
 
-Two views with one interface, `write` and `read`: `KVCache` keeps an array a layer, `PoolCache` all of them in one pool.
-In both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
+A recurrent layer has a *state* a request instead, addressed by its slot: the request row in separate buffers, the page
+of kind "state" in a pool; slot 0 is the sink.
+
+Two views with one interface, `write` and `read`, `write_state` and `read_state`: `KVCache` keeps an array a layer,
+`PoolCache` all of them in one pool. In both, K and V of a layer and slot are neighbours, K first, so that each call is
+one scatter or one gather.
 
 Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
 stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.
@@ -19,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.layers import LayerSpec
+from jaxspec.cache.layers import ACCUMULATED, LayerSpec, StatePart, StateSpec
 from jaxspec.cache.layout import PoolLayout
 
 Array = jax.Array
@@ -46,20 +50,41 @@ def _split(spec: LayerSpec, rows: Array) -> tuple[Array, Array]:
     return keys.reshape(*rows.shape[:2], *spec.key_shape), values.reshape(*rows.shape[:2], *spec.value_shape)
 
 
+def _to_storage(part: StatePart, values: Array, storage: str) -> Array:
+    """[B, elements of the storage dtype], the bits of one part of B states."""
+    flat = values.astype(part.dtype).reshape(values.shape[0], -1)
+    wide, narrow = jnp.dtype(storage).itemsize, jnp.dtype(part.dtype).itemsize
+    if wide > narrow:  # the cast makes one element of the last axis
+        flat = flat.reshape(len(flat), -1, wide // narrow)
+    return lax.bitcast_convert_type(flat, storage).reshape(values.shape[0], -1)
+
+
+def _from_storage(part: StatePart, rows: Array) -> Array:
+    """The inverse: [B, *shape] in the part's dtype."""
+    wide, narrow = jnp.dtype(part.dtype).itemsize, rows.dtype.itemsize
+    if wide > narrow:
+        rows = rows.reshape(len(rows), -1, wide // narrow)
+    return lax.bitcast_convert_type(rows, part.dtype).reshape(len(rows), *part.shape)
+
+
 @flax.struct.dataclass
 class KVCache:
-    """One buffer a layer: what a model writes and reads through `jaxspec.attend`.
+    """One buffer a layer: what a model writes and reads through `jaxspec.attend` and `jaxspec.recur`.
 
     Attributes:
-      buffers: one array a layer, [slots, key_width + value_width] in the cache dtype: the K row of all heads, then the
-        V row. `slots` = pages of the layer's storage kind * page_size.
+      buffers: one array an attention layer, [slots, key_width + value_width] in the cache dtype: the K row of all
+        heads, then the V row. `slots` = pages of the layer's storage kind * page_size. A recurrent layer has a tuple of
+        arrays, one a part of its state, [states, *shape].
       layers: the specification of each layer (static).
       page_size: tokens a page (static).
+      pending: during a verify, for each recurrent layer what its state would be after each row: {layer: parts}, a part
+        [B, D, *shape]. Otherwise empty.
     """
 
-    buffers: tuple[Array, ...]
-    layers: tuple[LayerSpec, ...] = flax.struct.field(pytree_node=False)
+    buffers: tuple[Array | tuple[Array, ...], ...]
+    layers: tuple[LayerSpec | StateSpec, ...] = flax.struct.field(pytree_node=False)
     page_size: int = flax.struct.field(pytree_node=False)
+    pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
     def write(self, layer: int, slots: Array, k: Array, v: Array) -> "KVCache":
         """Stores rows of one layer.
@@ -77,12 +102,34 @@ class KVCache:
         buffer = self.buffers[layer]
         rows = _join(self.layers[layer], k, v, buffer.dtype)
         buffer = buffer.at[slots].set(rows, mode=IN_BOUNDS)
-        return self.replace(buffers=(*self.buffers[:layer], buffer, *self.buffers[layer + 1 :]))
+        return self._with_buffer(layer, buffer)
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer: int32[B, S] slots give keys [B, S, num_kv_heads, head_dim] and values
         [B, S, num_kv_heads, value_dim], in the cache dtype."""
         return _split(self.layers[layer], self.buffers[layer].at[slots].get(mode=IN_BOUNDS))
+
+    def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "KVCache":
+        """Stores states of one recurrent layer.
+
+        Args:
+          layer: index into `layers` (static).
+          slots: int32[B], all different but for those in the sink.
+          parts: [B, *shape] each, in the order of the layer's `parts`.
+
+        Returns:
+          The cache with the states in their slots; all else is as it was. In place where the buffers are donated.
+        """
+        buffers = zip(self.buffers[layer], parts, strict=True)
+        written = (buffer.at[slots].set(part.astype(buffer.dtype), mode=IN_BOUNDS) for buffer, part in buffers)
+        return self._with_buffer(layer, tuple(written))
+
+    def read_state(self, layer: int, slots: Array) -> tuple[Array, ...]:
+        """States of one recurrent layer: int32[B] slots give a [B, *shape] array a part."""
+        return tuple(buffer.at[slots].get(mode=IN_BOUNDS) for buffer in self.buffers[layer])
+
+    def _with_buffer(self, layer: int, buffer) -> "KVCache":
+        return self.replace(buffers=(*self.buffers[:layer], buffer, *self.buffers[layer + 1 :]))
 
 
 @flax.struct.dataclass
@@ -92,9 +139,10 @@ class PoolCache:
     A model and its draft see the same pool through different lanes: `cache.replace(lanes="draft")`.
 
     Attributes:
-      buffer: [layout.units, layout.unit] in the layout's dtype.
+      buffer: [layout.units, layout.unit] in `layout.storage`.
       layout: where the rows are (static).
       lanes: "host" or "draft", whose layers `layers`, `write` and `read` mean (static).
+      pending: as in `KVCache`.
 
     Example:
       >>> cache = init_pool(PoolLayout.for_pages([LayerSpec(1, 4)], full=3, page_size=2))
@@ -107,9 +155,10 @@ class PoolCache:
     buffer: Array
     layout: PoolLayout = flax.struct.field(pytree_node=False)
     lanes: str = flax.struct.field(pytree_node=False, default="host")
+    pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
     @property
-    def layers(self) -> tuple[LayerSpec, ...]:
+    def layers(self) -> tuple[LayerSpec | StateSpec, ...]:
         """The specification of each layer that the lanes hold."""
         return self.layout.draft_layers if self.lanes == "draft" else self.layout.layers
 
@@ -130,23 +179,60 @@ class PoolCache:
     def write(self, layer: int, slots: Array, k: Array, v: Array) -> "PoolCache":
         """Stores rows of one layer; see `KVCache.write`."""
         start, units = self._places(layer, slots)
-        rows = _join(self.layers[layer], k, v, self.buffer.dtype)
-        dimensions = lax.ScatterDimensionNumbers(
-            update_window_dims=(2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
-        )
-        rows = rows.reshape(*slots.shape, units, self.layout.unit)
-        return self.replace(buffer=lax.scatter(self.buffer, start, rows, dimensions, mode=IN_BOUNDS))
+        rows = _join(self.layers[layer], k, v, self.layout.dtype)
+        return self._put(start, units, lax.bitcast_convert_type(rows, self.buffer.dtype))
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer; see `KVCache.read`."""
-        start, units = self._places(layer, slots)
-        dimensions = lax.GatherDimensionNumbers(offset_dims=(2, 3), collapsed_slice_dims=(), start_index_map=(0,))
+        rows = self._get(*self._places(layer, slots))
+        return _split(self.layers[layer], lax.bitcast_convert_type(rows, self.layout.dtype))
+
+    def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "PoolCache":
+        """Stores states of one recurrent layer; see `KVCache.write_state`."""
+        cache = self
+        for (start, units), part, values in zip(
+            self._state_places(layer, slots), self.layers[layer].parts, parts, strict=True
+        ):
+            cache = cache._put(start, units, _to_storage(part, values, self.layout.storage))
+        return cache
+
+    def read_state(self, layer: int, slots: Array) -> tuple[Array, ...]:
+        """States of one recurrent layer; see `KVCache.read_state`."""
+        places = zip(self._state_places(layer, slots), self.layers[layer].parts, strict=True)
+        return tuple(_from_storage(part, self._get(*place)) for place, part in places)
+
+    def _state_places(self, layer: int, slots: Array) -> list[tuple[Array, int]]:
+        """For each part of the layer's state, its first unit in each slot, [B, 1], and how many units it fills."""
+        entry = slots * self.layout.entry_units("state")
+        return [((entry + row.start)[:, None], row.units) for row in self.layout.state_rows(layer)]
+
+    def _put(self, start: Array, units: int, rows: Array) -> "PoolCache":
+        """The pool with [..., units * unit] rows at the units `start`, [..., 1]."""
+        batch = start.ndim - 1
+        dimensions = lax.ScatterDimensionNumbers(
+            update_window_dims=(batch, batch + 1), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
+        )
+        rows = rows.reshape(*start.shape[:-1], units, self.layout.unit)
+        return self.replace(buffer=lax.scatter(self.buffer, start, rows, dimensions, mode=IN_BOUNDS))
+
+    def _get(self, start: Array, units: int) -> Array:
+        """The inverse: [..., units * unit]."""
+        batch = start.ndim - 1
+        dimensions = lax.GatherDimensionNumbers(
+            offset_dims=(batch, batch + 1), collapsed_slice_dims=(), start_index_map=(0,)
+        )
         rows = lax.gather(self.buffer, start, dimensions, (units, self.layout.unit), mode=IN_BOUNDS)
-        return _split(self.layers[layer], rows.reshape(*slots.shape, units * self.layout.unit))
+        return rows.reshape(*start.shape[:-1], units * self.layout.unit)
 
 
 def init_cache(
-    layers: Iterable[LayerSpec], *, page_size: int, num_pages: int, num_swa_pages: int, dtype=jnp.float32
+    layers: Iterable[LayerSpec | StateSpec],
+    *,
+    page_size: int,
+    num_pages: int,
+    num_swa_pages: int,
+    num_states: int = 1,
+    dtype=jnp.float32,
 ) -> KVCache:
     """Zero-filled buffers for `layers`.
 
@@ -155,6 +241,7 @@ def init_cache(
       page_size: tokens a page, a power of two.
       num_pages: pages of kind "full", the sink included.
       num_swa_pages: pages of kind "swa", the sink included; unused when no layer is stored there.
+      num_states: states, the sink included; unused when no layer has one.
       dtype: storage dtype of K and V.
 
     Example:
@@ -165,6 +252,8 @@ def init_cache(
     layers = tuple(layers)
 
     def buffer(spec):
+        if spec.carries == ACCUMULATED:
+            return tuple(jnp.zeros((num_states, *part.shape), part.dtype) for part in spec.parts)
         pages = num_swa_pages if spec.storage == "swa" else num_pages
         return jnp.zeros((pages * page_size, spec.key_width + spec.value_width), dtype)
 
@@ -173,4 +262,4 @@ def init_cache(
 
 def init_pool(layout: PoolLayout) -> PoolCache:
     """A zero-filled pool, seen through the model's own lanes."""
-    return PoolCache(buffer=jnp.zeros((layout.units, layout.unit), layout.dtype), layout=layout)
+    return PoolCache(buffer=jnp.zeros((layout.units, layout.unit), layout.storage), layout=layout)

@@ -211,8 +211,10 @@ class PoolLayout:
         """The smallest pool in which so many pages of each kind, sinks not counted, can be alive at once. `swa` and
         `state` are unused when no layer is stored there."""
         layout = cls._unlimited(layers, page_size, dtype, draft_layers)
-        page = layout.page_units("full")
-        return dataclasses.replace(layout, units=(-(-layout.packed(swa, state) // page) + full) * page)
+        below, page = layout.above_states(state), layout.page_units("full")
+        if "swa" in layout.kinds:
+            below = (-(-below // layout.page_units("swa")) + swa) * layout.page_units("swa")
+        return dataclasses.replace(layout, units=(-(-below // page) + full) * page)
 
     @functools.cached_property
     def entries(self) -> dict[str, Entry]:
@@ -274,21 +276,20 @@ class PoolLayout:
         floor = max(map(self.page_units, self.kinds))
         return -(-floor // self.page_units(kind))
 
-    def packed(self, swa, state):
-        """The unit at which `state` states and above them `swa` SWA pages end, packed at the bottom of the pool. Python
-        integers, or int32 arrays of what the pool can hold."""
-        end = max(map(self.page_units, self.kinds))  # of the largest sink
+    def above_states(self, count):
+        """The unit at which `count` states packed at the bottom of the pool end; the sinks, if no layer has a state."""
         if "state" in self.kinds:
-            end = (self.min_page("state") + state) * self.page_units("state")
-        if "swa" in self.kinds:
-            end = (-(-end // self.page_units("swa")) + swa) * self.page_units("swa")
-        return end
+            return (self.min_page("state") + count) * self.page_units("state")
+        return max(map(self.page_units, self.kinds))
 
-    def holds(self, *, full: int, swa: int = 0, state: int = 0) -> bool:
-        """Whether so many pages of each kind can be alive at once, FULL packed from the top and the others from the
-        bottom: exact, as pages can be moved."""
-        left = self.num_pages("full") - full
-        return left >= self.min_page("full") and self.packed(swa, state) <= left * self.page_units("full")
+    def holds(self, *, full, swa=0, state=0):
+        """Whether so many pages of each kind can be alive at once: FULL packed from the top, states from the bottom,
+        SWA above them. Exact, as pages can be moved. Numbers, or int32 arrays of at most `num_pages` of each kind."""
+        left, below = self.num_pages("full") - full, self.above_states(state)
+        room = left * self.page_units("full")
+        if "swa" in self.kinds:  # in pages: units of a demand that does not fit may not fit int32 either
+            below, room = -(-below // self.page_units("swa")) + swa, room // self.page_units("swa")
+        return (left >= self.min_page("full")) & (below <= room)
 
     def row(self, layer: int, draft: bool = False) -> Row:
         """Where K and V of a layer lie in the entry of its kind: `layer` indexes `layers`, or `draft_layers`."""

@@ -58,12 +58,14 @@ class Pages:
         """int32[R], first page of a row that is still bound in SWA."""
         return self.rows[1]
 
-    def fits(self, full: Array, swa: Array) -> Array:
-        """bool[], whether so many pages of each kind are free."""
+    def fits(self, full: Array, swa: Array, state: Array | int = 0) -> Array:
+        """bool[], whether so many pages of each kind are free. States have places of their own, one a row."""
         enough = full <= self.free_count[FULL]
         return enough & (swa <= self.free_count[SWA]) if self.has_swa else enough
 
-    def allocate(self, cache, req_rows: Array, lengths: Array, *, max_new: int) -> tuple["Pages", Any, Array]:
+    def allocate(
+        self, cache, req_rows: Array, lengths: Array, *, max_new: int, least: Array | None = None, backend=None
+    ) -> tuple["Pages", Any, Array]:
         """Gives each row the pages it lacks to hold `lengths` tokens; all rows or none.
 
         Args:
@@ -71,6 +73,8 @@ class Pages:
           req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
           lengths: int32[B], tokens each row must have room for; at most P * page_size.
           max_new: most pages one row can lack (static).
+          least, backend: as in `UnifiedPages.allocate`, where they save work; here `lengths` decide, and there is no
+            kernel.
 
         Returns:
           The pages after, the cache, and bool[], whether there were enough pages. If not, all is as it was.

@@ -42,6 +42,7 @@ def verify_metadata(
     *,
     page_size: int,
     limit: Array | int,
+    state_slots: Array | Ids | None = None,
     backend: str | None = None,
 ) -> tuple[VerifyMetadata, PackedMetadata]:
     """Metadata of a target verify: D = `packed.layout.D` rows a request, the first at the committed length.
@@ -55,6 +56,7 @@ def verify_metadata(
       packed: the buffer to write to; donated, it is updated in place.
       page_size: tokens a page, a power of two.
       limit: context limit in tokens; rows at or past it go to the sink and are no keys of any row.
+      state_slots: int32[B], where the requests' states are, -1 for padded lanes; see `jaxspec.recur`.
       backend: who runs the two kernels, see `pallas_kernels`.
 
     Returns:
@@ -79,6 +81,7 @@ def verify_metadata(
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
         window=_window(packed, page_rows),
         logit_rows=None,
+        state_slots=state_slots,
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
         ids=jnp.where(first, packed.window().anchor_ids, 0),
     )
@@ -94,6 +97,7 @@ def draft_extend_metadata(
     packed: PackedMetadata,
     *,
     page_size: int,
+    state_slots: Array | Ids | None = None,
     backend: str | None = None,
 ) -> tuple[DraftExtendMetadata, PackedMetadata]:
     """Metadata of a ragged run of new tokens: a chunk of a prompt, or rows that a draft model has still to see.
@@ -101,7 +105,7 @@ def draft_extend_metadata(
     Args:
       seq_lens: int32[B], tokens already in the cache.
       extend_lens: int32[B], new tokens, 0 .. D; rows past them are padding and go to the sink.
-      req_rows, page_rows, v2p, packed, page_size, backend: as in `verify_metadata`.
+      req_rows, page_rows, v2p, packed, page_size, state_slots, backend: as in `verify_metadata`.
 
     Returns:
       The metadata, with `logit_rows` naming the last real row of each request (0 where there is none), and the packed
@@ -121,6 +125,7 @@ def draft_extend_metadata(
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
         window=jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions),
         logit_rows=jnp.maximum(extend_lens - 1, 0)[:, None],
+        state_slots=state_slots,
         extend_lens=extend_lens,
         cu_seqlens_q=tables.cu_seqlens_q,
     )
@@ -180,4 +185,5 @@ def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> Dec
         swa_page_table=verify.swa_page_table,
         window=window,
         logit_rows=None,
+        state_slots=None,
     )

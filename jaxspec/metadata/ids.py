@@ -9,7 +9,7 @@ import flax.struct
 import jax
 
 Array = jax.Array
-SPACES = ("virtual", "full", "swa")
+SPACES = ("virtual", "full", "swa", "state")
 
 
 @flax.struct.dataclass
@@ -18,7 +18,7 @@ class Ids:
 
     Attributes:
       value: int32 array of any shape.
-      space: "virtual", "full" or "swa" (static).
+      space: "virtual", or the kind of page: "full", "swa" or "state" (static).
     """
 
     value: Array

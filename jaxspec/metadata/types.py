@@ -41,6 +41,8 @@ class ForwardMetadata:
       swa_page_table: int32[B, P] or None, the same for SWA pages; retired and unbound columns are 0.
       window: where the rows of this forward go.
       logit_rows: int32[B, K] or None, which of the D rows need logits; None means all of them.
+      state_slots: int32[B] or None, where each request's state is; -1 for padded lanes. None when the model has no
+        recurrent layer.
     """
 
     cache_seqlens: Array
@@ -49,6 +51,7 @@ class ForwardMetadata:
     swa_page_table: Array | None
     window: WriteWindow
     logit_rows: Array | None
+    state_slots: Array | None
 
 
 @flax.struct.dataclass

@@ -8,6 +8,7 @@ of the pool while the drafter runs, and takes the pool back.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.cache import (
     KVCache,
@@ -38,7 +39,7 @@ def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> P
         "draft_layers": getattr(drafter, "cache_layers", ()),
     }
     if config.pool_bytes is not None:
-        least = PoolLayout.for_pages(target.layers, full=1, swa=1, **settings).nbytes
+        least = PoolLayout.for_pages(target.layers, full=1, swa=1, state=1, **settings).nbytes
         if config.pool_bytes < least:
             raise InputError(
                 f"pool_bytes={config.pool_bytes}: the sinks and one page of each kind take {least} bytes, so give more"
@@ -47,7 +48,7 @@ def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> P
     full, swa = config.full_pages() - 1, config.swa_pages(target.swa_window) - 1
     if full < 1:
         raise InputError(f"num_pages={config.num_pages}: the pool needs a page besides the sink, so at least 2")
-    return PoolLayout.for_pages(target.layers, full=full, swa=swa, **settings)
+    return PoolLayout.for_pages(target.layers, full=full, swa=swa, state=config.batch_size, **settings)
 
 
 def init_memory(
@@ -61,7 +62,10 @@ def init_memory(
     else:
         num_pages, num_swa_pages = config.full_pages(), config.swa_pages(target.swa_window)
         sizes = {"page_size": config.page_size, "num_pages": num_pages}
-        cache = init_cache(target.layers, num_swa_pages=num_swa_pages, dtype=target.dtype, **sizes)
+        # The state of a request lies at its request row: there are as many, and none is ever short of one.
+        cache = init_cache(
+            target.layers, num_swa_pages=num_swa_pages, num_states=config.rows, dtype=target.dtype, **sizes
+        )
         pages = init_pages(num_swa_pages=0 if target.swa_window is None else num_swa_pages, **sizes, **shape)
     return cache, pages, () if drafter is None else drafter.init(config)
 
@@ -69,6 +73,24 @@ def init_memory(
 def page_rows(config: SpecConfig, pages: Pages | UnifiedPages) -> Array | Ids:
     """The request table that metadata are built from, its ids marked as virtual if the step checks them."""
     return Ids(pages.page_table, "virtual") if config.check_ids else pages.page_table
+
+
+def state_slots(spec, pages: Pages | UnifiedPages, rows: Array) -> Array | Ids | None:
+    """Where the states of the requests are that take part in a forward; None if the target has no recurrent layer.
+
+    Args:
+      spec: the `SpecStep` (static).
+      pages: after the pages of this forward were handed out.
+      rows: int32[B], request row of each lane, 0 where it does not take part.
+    """
+    config = spec.config
+    if not spec.target.has_state:
+        return None
+    if isinstance(pages, UnifiedPages):
+        slots = jnp.where(rows > 0, pages.state_v2p[pages.state_slot[rows]], -1)
+    else:
+        slots = jnp.where(rows > 0, rows, -1)
+    return Ids(slots, "state") if config.check_ids else slots
 
 
 def lend(cache: KVCache | PoolCache, draft: Any) -> Any:
@@ -86,8 +108,7 @@ def take_back(cache: KVCache | PoolCache, draft: Any) -> tuple[KVCache | PoolCac
 
 
 def memory_bytes(cache: KVCache | PoolCache, draft: Any) -> int:
-    """Bytes of all K/V buffers, those of a drafter with buffers of its own included."""
+    """Bytes of all buffers of K, V and states, those of a drafter with buffers of its own included."""
     own = getattr(draft, "cache", None)
-    arrays = [cache.buffer] if isinstance(cache, PoolCache) else list(cache.buffers)
-    arrays += [] if own is None else list(own.buffers)
-    return sum(array.nbytes for array in arrays)
+    arrays = [cache.buffer] if isinstance(cache, PoolCache) else cache.buffers
+    return sum(array.nbytes for array in jax.tree.leaves((arrays, () if own is None else own.buffers)))

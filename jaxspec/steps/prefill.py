@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.metadata import draft_extend_metadata, verify_layout
-from jaxspec.steps.memory import lend, page_rows, take_back
+from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
 from jaxspec.verification import greedy_token
@@ -50,12 +50,13 @@ def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
 
 
 def _fits(spec, state: SpecState) -> Array:
-    """bool[], whether the free pages hold all waiting prompts; sliding-window pages are counted at their peak."""
+    """bool[], whether the free pages hold all waiting prompts and their states; sliding-window pages are counted at
+    their peak."""
     config, window = spec.config, spec.target.swa_window
     requests = requests_of(state)
     wanted = jnp.where(requests.status == WAITING, -(-requests.prompt_len // config.page_size), 0)
     windowed = 0 if window is None else jnp.minimum(wanted, config.swa_pages_per_row(window)).sum()
-    return state.pages.fits(wanted.sum(), windowed)
+    return state.pages.fits(wanted.sum(), windowed, (wanted > 0).sum())
 
 
 def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tuple[SpecState, PackedMetadata]:
@@ -67,7 +68,9 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     extend_lens = jnp.where(waiting, jnp.minimum(requests.prompt_len[1:] - seq_lens, C), 0)
 
     max_new = min(-(-C // config.page_size) + 1, config.pages_per_row)
-    pages, cache, _ = state.pages.allocate(state.cache, rows, seq_lens + extend_lens, max_new=max_new)
+    pages, cache, _ = state.pages.allocate(
+        state.cache, rows, seq_lens + extend_lens, max_new=max_new, backend=config.kernel_backend
+    )
     metadata, packed = draft_extend_metadata(
         seq_lens,
         extend_lens,
@@ -76,6 +79,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
         pages.v2p,
         packed,
         page_size=config.page_size,
+        state_slots=state_slots(spec, pages, rows),
         backend=config.kernel_backend,
     )
     column = jnp.arange(C, dtype=jnp.int32)

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jaxspec.cache import Pages
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
-from jaxspec.steps.memory import lend, page_rows, take_back
+from jaxspec.metadata.ids import unmarked
+from jaxspec.recurrent import commit as commit_states
+from jaxspec.recurrent import take_pending
+from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
 from jaxspec.steps.state import (
     CONTEXT,
     FINISHED,
@@ -63,11 +66,13 @@ class Verdict:
       targets: int32[B, D], its choice after each row.
       accepted: int32[B], leading drafts that agree, 0 .. D - 1.
       logits: float32[B, D, V] or None, kept where log-probabilities are wanted.
+      pending: for each recurrent layer, its state after each of the D rows; see `jaxspec.recurrent.commit`.
     """
 
     targets: Array
     accepted: Array
     logits: Array | None = None
+    pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
 
 @flax.struct.dataclass
@@ -110,8 +115,11 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
     reach = jnp.minimum(requests.seq_len[1:] + config.reserve, config.context_len)
+    least = jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len)
     max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
-    pages, cache, enough = state.pages.allocate(state.cache, rows, reach, max_new=max_new)
+    pages, cache, enough = state.pages.allocate(
+        state.cache, rows, reach, max_new=max_new, least=least, backend=config.kernel_backend
+    )
 
     rows = jnp.where(enough, rows, 0)
     seq_lens = jnp.where(rows > 0, requests.seq_len[1:], 0)
@@ -125,6 +133,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
         state.metadata,
         page_size=config.page_size,
         limit=config.context_len,
+        state_slots=state_slots(spec, pages, rows),
         backend=config.kernel_backend,
     )
     plan = RoundPlan(
@@ -179,21 +188,25 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
       drafts: from `draft`, or a script's own.
 
     Returns:
-      The state with K and V of all D rows written (those of rejected drafts are overwritten later), and the verdict.
+      The state with K and V of all D rows written (those of rejected drafts are overwritten later) and the recurrent
+      layers' states as they were, and the verdict.
     """
     ids = plan.metadata.ids.at[:, 1:].set(drafts.tokens)
     metadata = plan.metadata.replace(ids=ids)
     logits, _, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
     targets = greedy_token(logits)
+    cache, pending = take_pending(cache)
     return state.replace(cache=cache), Verdict(
         targets=targets,
         accepted=greedy_accept(drafts.tokens, drafts.count, targets),
         logits=logits if spec.config.logprobs else None,
+        pending=pending,
     )
 
 
 def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Verdict) -> tuple[SpecState, StepOutput]:
-    """Emits the accepted run, ends requests that are done, retires and frees their pages.
+    """Emits the accepted run, stores the recurrent states that belong to it, ends requests that are done, retires and
+    frees their pages.
 
     Args:
       spec: the `SpecStep` (static).
@@ -216,9 +229,13 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         verify_count=requests.verify_count + lanes_to_rows(active.astype(jnp.int32)),
     )
     pages = free_pages(spec, requests, state.pages, rows, max_advance=spec.config.num_draft_tokens)
+    cache = state.cache
+    if verdict.pending:
+        cache = commit_states(cache, verdict.pending, unmarked(plan.metadata.state_slots, "state"), keep - 1)
     state = state.with_(
         requests=requests,
         pages=pages,
+        cache=cache,
         tokens=emitted.history,
         logprobs=log_run(state.logprobs, plan.seq_lens + 1, keep, verdict.logits, verdict.targets),
         round_log=state.round_log.at[rows, nth].set(jnp.stack([accepted, keep], axis=-1)),
