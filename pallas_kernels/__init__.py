@@ -8,6 +8,7 @@
     draft_write_window      virtual, FULL and SWA write locations, positions, anchor tokens
     extend_cache_locs       virtual token ids of a ragged run of positions
     page_zero               zeroes pages of several sizes in one buffer
+    state_scatter           moves the accepted state of each request to its slot
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
 them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
@@ -21,6 +22,7 @@ from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
+from pallas_kernels.state_scatter import state_scatter
 from pallas_kernels.views import View
 from pallas_kernels.window import draft_write_window
 
@@ -43,4 +45,5 @@ __all__ = [
     "kv_read_stream",
     "kv_read_table",
     "page_zero",
+    "state_scatter",
 ]

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["buffer"], meta_fields=["offset", "shape", "strides"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """A vector or matrix inside an int32 buffer; it may stand for any array that a kernel reads or writes.
+    """An array inside a wider buffer; it may stand for any array that a kernel reads or writes.
 
     Cell (r, c) is cell offset + r * strides[0] + c * strides[1] of the buffer in row-major order; in a buffer of two
     dimensions no row of the view may run past the end of a row of the buffer. Cells of the buffer
     that belong to no view are neither read nor written.
 
-    buffer    int32, one or two dimensions. A buffer of more than 2^31 - 1 cells has two
+    buffer    one or two dimensions, int32 where nothing else is said. One of more than 2^31 - 1 cells has two
     offset    cells before the first one (static)
-    shape     (n,) or (rows, columns) (static)
+    shape     of the view, such as (n,) or (rows, columns) (static)
     strides   cells from one entry to the next, one a dimension; row-major without gaps if left out (static)
 
     Views of one buffer that are written by one call share its operand: pass the buffer into your own `jit` and make the
@@ -50,13 +50,13 @@ class View:
                 operator.index(self.offset),
                 *(tuple(map(operator.index, x)) for x in (shape, strides)),
             )
-            valid = min(offset, *shape, *strides) >= 0 and 1 <= len(shape) == len(strides) <= 2
+            valid = min(offset, *shape, *strides) >= 0 and 1 <= len(shape) == len(strides)
         except TypeError:
             valid = False
         if not valid:
             raise ValueError(
                 f"View of offset {self.offset}, shape {self.shape}, strides {self.strides}: give integers >= 0, and as "
-                "many strides as dimensions, one or two"
+                "many strides as dimensions, one or more"
             )
         for name, value in (("offset", offset), ("shape", shape), ("strides", strides)):
             object.__setattr__(self, name, value)
@@ -71,7 +71,7 @@ class View:
 
     def read(self) -> jax.Array:
         """The cells as an array of their own."""
-        return section("view", self).read((self.buffer,))
+        return section("view", self, dtype=self.dtype).read((self.buffer,))
 
 
 Array = jax.Array | View
@@ -156,17 +156,19 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def section(name: str, array: Array, buffer: int = 0, *, written: bool = False) -> Section:
+def section(name: str, array: Array, buffer: int = 0, *, written: bool = False, dtype=jnp.int32) -> Section:
     """The section of an array or a view as operand number `buffer`, or raise ValueError.
 
-    `written`: for a destination, of which no two entries may share a cell.
+    `written`: for a destination, of which no two entries may share a cell. `dtype`: what a view's buffer must hold.
     """
     if not isinstance(array, View):
         columns = array.shape[1] if array.ndim == 2 else None
         return Section(buffer, 0, tuple(array.shape), row_major(array.shape), columns)
     place = array.buffer
-    if place.dtype != jnp.int32 or place.ndim not in (1, 2):
-        raise ValueError(f"{name} is a View of {place.dtype}{list(place.shape)}: its buffer must be int32, 1-D or 2-D")
+    if place.dtype != dtype or place.ndim not in (1, 2):
+        raise ValueError(
+            f"{name} is a View of {place.dtype}{list(place.shape)}: its buffer must be {jnp.dtype(dtype)}, 1-D or 2-D"
+        )
     if place.ndim == 1 and place.size > 2**31 - 1:
         raise ValueError(
             f"{name} is a View of {place.size} cells in one dimension, more than an int32 can index: reshape the "

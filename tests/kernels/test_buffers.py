@@ -190,7 +190,7 @@ def test_a_donated_view_is_written_in_place(backend):
 
 # What is refused -----------------------------------------------------------------------------------------------------
 
-NUMBERS = "give integers >= 0, and as many strides as dimensions, one or two"
+NUMBERS = "give integers >= 0, and as many strides as dimensions, one or more"
 CELLS = "so that entries share cells: a destination's larger stride must step over everything the smaller one reaches"
 
 
