@@ -18,8 +18,8 @@ def short_conv(
 ) -> tuple[Array, Array]:
     """Depthwise causal convolution over the rows of each request, continued from its previous inputs, then SiLU.
 
-    y[b, t, c] = silu(sum over w of weight[c, w] * input[b, t - W + 1 + w, c]), where the inputs before row 0 are those of
-    `window`. Inputs are rounded to the window's dtype and summed in float32, always in the same order, so that rows
+    y[b, t, c] = silu(sum over w of weight[c, w] * input[b, t - W + 1 + w, c]), where the inputs before row 0 are those
+    of `window`. Inputs are rounded to the window's dtype and summed in float32, always in the same order, so that rows
     taken in several calls give the bits of one call.
 
     Args:
@@ -37,8 +37,8 @@ def short_conv(
     Example:
       >>> x, window = jnp.ones((1, 2, 1)), jnp.zeros((1, 2, 1))
       >>> y, window = short_conv(x, window, jnp.array([[0.0, 1.0, 1.0]]), real=jnp.array([[True, False]]))
-      >>> y[0, :, 0].round(3).tolist(), window[0, :, 0].tolist()
-      ([0.731, 0.0], [0.0, 1.0])
+      >>> [f"{value:.3f}" for value in y[0, :, 0]], window[0, :, 0].tolist()
+      (['0.731', '0.000'], [0.0, 1.0])
     """
     B, T, C = x.shape
     W = weight.shape[-1]
