@@ -1,4 +1,4 @@
-"""Fused metadata kernels for speculative decoding over paged caches, in Pallas, each with a jnp reference.
+"""Fused kernels around the caches of speculative decoding, in Pallas, each with a jnp reference.
 
     decode_metadata         lengths, prefix sums, FULL and SWA page tables of a decode or verify forward
     decode_lengths          the lengths alone
@@ -7,6 +7,8 @@
     kv_read_stream          the slots of one pool that a batch reads, ragged
     draft_write_window      virtual, FULL and SWA write locations, positions, anchor tokens
     extend_cache_locs       virtual token ids of a ragged run of positions
+    replay_state_indices    state slot of each request, -1 for padding
+    commit_track_indices    which of the states kept by a verify forward are committed and tracked
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
 
@@ -22,6 +24,7 @@ from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
+from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
 from pallas_kernels.views import View
 from pallas_kernels.window import draft_write_window
@@ -30,12 +33,14 @@ __all__ = [
     "BACKENDS",
     "KERNELS",
     "BackendChoice",
+    "CommitSteps",
     "DecodeTables",
     "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
     "View",
     "WindowBuffers",
+    "commit_track_indices",
     "decode_lengths",
     "decode_metadata",
     "draft_extend_metadata",
@@ -45,5 +50,6 @@ __all__ = [
     "kv_read_stream",
     "kv_read_table",
     "page_zero",
+    "replay_state_indices",
     "state_scatter",
 ]

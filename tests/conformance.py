@@ -20,11 +20,13 @@ import dataclasses
 import io
 import json
 import logging
+import math
 import pathlib
 import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -337,6 +339,46 @@ def extend_cache_locs(case: Case) -> Iterator[Call]:
     yield Call(pk.extend_cache_locs, case.arrays("start", "end") | case.requests(), case.before("out"))
 
 
+class Replayed(NamedTuple):
+    """The destinations of replay_state_indices."""
+
+    state_indices: jax.Array | pk.View
+    req_pool_indices: jax.Array | pk.View
+
+
+def replay_state_indices(case: Case) -> Iterator[Call]:
+    def replay(*, out, **arguments):
+        return Replayed(*pk.replay_state_indices(out.req_pool_indices, out=out.state_indices, **arguments))
+
+    rows = case.inputs.pop("req_pool_indices").astype(np.int32)
+    arguments = {"valid": case.meta.pop("valid_bs")} | case.arrays("slot_of_req", "v2p")
+    before = case.before("state_indices") | {"req_pool_indices": rows}
+    yield Call(replay, arguments, before, Replayed, ("separate", "views"))
+
+
+def commit_track_indices(case: Case) -> Iterator[Call]:
+    arguments = case.arrays("accept_lens", "seq_lens", "accept_index") | case.options("num_draft_tokens", "interval")
+    before = case.before(*pk.CommitSteps._fields)
+    yield Call(pk.commit_track_indices, arguments, before, pk.CommitSteps, ("separate", "views"))
+
+
+def state_scatter(case: Case) -> Iterator[Call]:
+    """The destination is half of the recorded array, dst[:, :, 0]; the other half must stay as it was."""
+    if not case.meta.pop("strided"):
+        raise Failed("only destinations dst[:, :, 0] are known")
+    arrays, before = case.arrays("src", "step", "dst_index"), {"dst": case.inputs.pop("dst")}
+    layers, slots, parts, *inner = before["dst"].shape
+    size = math.prod(inner)
+    place = 0, (layers, slots, size), (slots * parts * size, parts * size, 1)
+    buffer = ((-1,), (-1, parts * size))[case.turn % 2]
+
+    def scatter(*, out, **arguments):
+        view = pk.View(out.reshape(buffer), *place)
+        return pk.state_scatter(**arguments, out=view).buffer.reshape(out.shape)
+
+    yield Call(scatter, arrays, before)
+
+
 def translation(tokens: np.ndarray, slots: np.ndarray, before: dict[str, np.ndarray]) -> Call:
     """SWA slots of virtual tokens: what a read stream of one request with pages of one token holds."""
     row = np.append(tokens, 0)[None]  # a source needs a column, also for no tokens
@@ -359,6 +401,9 @@ ADAPTERS: dict[str, Callable[[Case], Iterator[Call]]] = {
         kv_read_stream,
         draft_write_window,
         extend_cache_locs,
+        replay_state_indices,
+        commit_track_indices,
+        state_scatter,
     )
 }
 

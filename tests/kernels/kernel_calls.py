@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    CommitSteps,
     DecodeTables,
     MetadataLayout,
     PackedMetadata,
     View,
     WindowBuffers,
+    commit_track_indices,
     decode_lengths,
     decode_metadata,
     draft_extend_metadata,
@@ -17,10 +19,16 @@ from pallas_kernels import (
     extend_cache_locs,
     kv_read_stream,
     kv_read_table,
+    page_zero,
+    replay_state_indices,
+    state_scatter,
 )
 
 B, D, P, R, NV, N = 5, 4, 300, 7, 99, 700
 PAGE = 64
+L, SLOTS, STATE = 2, 9, (3, 1500)  # layers, state slots, a state of several programs with a part left over
+UNITS, U, SLOT_UNITS = 700, 64, 71  # a pool; a slot's units, of which a state takes 70
+KINDS = (3, 100)  # units a page of each kind
 LAYOUT = MetadataLayout(B, D, P, has_swa=True)
 
 
@@ -106,6 +114,37 @@ def cache_locs(out, start, end, rows, source, backend):
     return extend_cache_locs(start, end, rows, source, out, backend=backend)
 
 
+def replay(out, slots, v2p, valid, backend):
+    indices, rows = out
+    return replay_state_indices(rows, slots, indices, valid=valid, v2p=v2p, backend=backend)
+
+
+def commit_track(out, accept_lens, seq_lens, accept_index, backend):
+    options = {"num_draft_tokens": D, "interval": 64, "accept_index": accept_index, "backend": backend}
+    return commit_track_indices(accept_lens, seq_lens, out, **options)
+
+
+def chain(out, accept_lens, seq_lens, backend):
+    return commit_track_indices(accept_lens, seq_lens, out, num_draft_tokens=D, interval=8, backend=backend)
+
+
+def scatter(out, src, step, index, backend):
+    return state_scatter(src, step, index, out, backend=backend)
+
+
+def scatter_to_pool(pool, src, step, index, backend):
+    out = View(pool, U, (1, SLOTS, 70, U), (0, SLOT_UNITS * U, U, 1))
+    return state_scatter(src, step, index, out, backend=backend).buffer
+
+
+def zero(pool, pages, backend):
+    return page_zero(pool, pages, page_units=KINDS, backend=backend)
+
+
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 WINDOW = (*PAIRS, int32(B), int32())
 CALLS = {  # name: (function whose last argument is a backend, its other arguments with the destination first, launches)
     "decode, packed": (decode, (PACKED, *PAIRS), 1),
@@ -123,6 +162,49 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
     "read table": (read_table, (int32(B, P), *ROWS, int32(NV)), 1),
     "read stream": (read_stream, (int32(N), *ROWS, int32(B + 1), int32(B), int32(NV)), 1),
     "cache locations": (cache_locs, (int32(N), int32(B), int32(B), int32(B), int32(R, P)), 1),
+    "replay": (replay, ((int32(B), int32(B)), int32(R), int32(NV), int32()), 1),
+    "commit track": (commit_track, (CommitSteps(int32(B), int32(B)), int32(B), int32(B), int32(B, D)), 1),
+    "commit track, chain": (chain, (CommitSteps(int32(B), int32(B)), int32(B), int32(B)), 1),
+    "state scatter": (
+        scatter,
+        (array(jnp.float32, L, SLOTS, *STATE), array(jnp.float32, L, B, D, *STATE), int32(B), int32(B)),
+        1,
+    ),
+    "state scatter, pool": (
+        scatter_to_pool,
+        (array(jnp.bfloat16, UNITS, U), array(jnp.bfloat16, 1, B, D, 70, U), int32(B), int32(B)),
+        1,
+    ),
+    "page zero": (zero, (array(jnp.bfloat16, UNITS, U), int32(2, 40)), 1),
+    "page zero, float32": (zero, (array(jnp.float32, UNITS, U), int32(2, 40)), 1),
+}
+
+
+def _states(rng, shape):
+    """States that can be told apart, some rows skipped; no two rows have one slot."""
+    steps, slots = rng.integers(-1, D + 1, B), rng.permutation(SLOTS + 2)[:B] - 1
+    return rng.integers(-99, 99, shape), steps, slots
+
+
+def _pages(rng):
+    """Pages of two kinds, the larger ones behind the smaller ones, a few entries 0, below it or past the pool."""
+    small, large = rng.permutation(100)[:40], np.zeros(40)
+    large[rng.permutation(40)[:5]] = [3, 5, 4, 7, -1]
+    return (np.stack([small, large]),)
+
+
+CONTENTS = {  # where wild numbers are not allowed
+    "commit track": lambda rng: (
+        rng.integers(-1, D + 2, B),
+        rng.integers(0, 200, B),
+        np.sort(rng.integers(0, D, (B, D))) + D * np.arange(B)[:, None],
+    ),
+    "commit track, chain": lambda rng: (rng.integers(-1, D + 2, B), rng.integers(0, 200, B)),
+    "replay": lambda rng: (rng.integers(-2, NV + 2, R), rng.integers(-1, 50, NV), 4),
+    "state scatter": lambda rng: _states(rng, (L, B, D, *STATE)),
+    "state scatter, pool": lambda rng: _states(rng, (1, B, D, 70, U)),
+    "page zero": _pages,
+    "page zero, float32": _pages,
 }
 
 
@@ -131,7 +213,10 @@ def values(name: str, seed: int = 0):
     _, (out, *arguments), _ = CALLS[name]
     rng = np.random.default_rng(seed)
     filled = jax.tree.map(lambda x: jnp.full(x.shape, -7, x.dtype), out)
-    return filled, *(jnp.asarray(_contents(rng, x.shape), jnp.int32) for x in arguments)
+    if name == "replay":  # whose second destination is a source, too
+        filled = filled[0], jnp.asarray(rng.integers(-1, R + 1, B), jnp.int32)
+    contents = CONTENTS[name](rng) if name in CONTENTS else [_contents(rng, x.shape) for x in arguments]
+    return filled, *(jnp.asarray(c, x.dtype) for c, x in zip(contents, arguments, strict=True))
 
 
 def _contents(rng, shape):

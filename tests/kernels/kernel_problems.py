@@ -1,4 +1,4 @@
-"""Random problems for every operation: inputs, what the oracle makes of them, and which cells it never looked at.
+"""Random problems for the metadata operations: inputs, what the oracle makes of them, which cells it never looked at.
 
 A problem's `Shape` is static, so that it compiles once; its contents are free. Inputs and destinations lie in named
 buffers, each filling one or with other cells around it, so that comparing whole buffers watches the guard cells too.

@@ -24,7 +24,7 @@ def of(name, backend):
 
 
 def size(out):
-    return sum(x.size * 4 for x in jax.tree.leaves(out))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(out))
 
 
 @pytest.mark.parametrize(

@@ -12,30 +12,34 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 
-RECORDED = pathlib.Path(__file__).parents[1] / "data" / "translated.npz"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 TABLE = {"kernel": "kv_read_table", "page_size": 4, "zero_tail": False, "seq_len_delta": 0, "max_pages": 4}
 DECODE = {"kernel": "decode_metadata", "page_size": 4, "zero_tail": False, "seq_len_delta": 3, "max_seq_pages": 4}
-RECORDED_CASES = {
-    "decode_metadata": 36,
-    "draft_extend_metadata": 14,
-    "kv_read_table": 16,
-    "kv_read_stream": 16,
-    "draft_write_window": 16,
-    "extend_cache_locs": 16,
+RECORDED = {
+    "translated.npz": {
+        "decode_metadata": 36,
+        "draft_extend_metadata": 14,
+        "kv_read_table": 16,
+        "kv_read_stream": 16,
+        "draft_write_window": 16,
+        "extend_cache_locs": 16,
+    },
+    "recurrent.npz": {"replay_state_indices": 14, "commit_track_indices": 14, "state_scatter": 10},
 }
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
-@pytest.mark.parametrize("kernel", RECORDED_CASES)
-def test_every_recorded_case(kernel, backend, capsys):
-    status = conformance.main([str(RECORDED), "--backend", backend, "--kernel", kernel])
-    assert (capsys.readouterr().out, status) == (f"{RECORDED_CASES[kernel]} passed, 0 failed\n", 0)
+@pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name in RECORDED for kernel in RECORDED[name]])
+def test_every_recorded_case(name, kernel, backend, capsys):
+    status = conformance.main([str(DATA / name), "--backend", backend, "--kernel", kernel])
+    assert (capsys.readouterr().out, status) == (f"{RECORDED[name][kernel]} passed, 0 failed\n", 0)
 
 
-def test_the_kernels_above_are_all_that_were_recorded():
-    file = conformance.File(str(RECORDED))
-    assert {file.kernel(i) for i in range(len(file.meta))} == set(RECORDED_CASES)
-    assert len(file.meta) == sum(RECORDED_CASES.values()) == 114
+@pytest.mark.parametrize(("name", "count"), [("translated.npz", 114), ("recurrent.npz", 38)])
+def test_the_kernels_above_are_all_that_were_recorded(name, count):
+    file = conformance.File(str(DATA / name))
+    assert {file.kernel(i) for i in range(len(file.meta))} == set(RECORDED[name])
+    assert len(file.meta) == sum(RECORDED[name].values()) == count
 
 
 # Files made by hand ---------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def test_a_guard_cell_that_changed_fails_the_case(run, monkeypatch, form):
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 def test_without_a_gpu_nothing_is_run(backend, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert conformance.main([str(RECORDED), "--backend", backend]) == 2
+    assert conformance.main([str(DATA / "translated.npz"), "--backend", backend]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert backend in printed.err and "GPU" in printed.err

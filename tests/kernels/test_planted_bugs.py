@@ -6,10 +6,10 @@ import dataclasses
 import kernel_problems as problems
 import numpy as np
 import pytest
-from kernel_problems import STALE, Shape
+from kernel_problems import ORACLES, STALE, Shape
 from kernel_small import Small, run_small
 
-from pallas_kernels import KERNELS, KernelFault, checked, streams, tables, window
+from pallas_kernels import KernelFault, checked, streams, tables, window
 from pallas_kernels.operands import PageMap, Source
 from pallas_kernels.views import Section
 
@@ -189,12 +189,12 @@ BUGS = {
         "load out of range of (v2p|full_v2p|swa_v2p)",
     ),
     "no mask on the stores": (
-        set(KERNELS),
+        set(ORACLES),
         [(Section, "store", _store_patched(lambda lanes, at, value, mask: (at, value, mask | True)))],
         "store out of range of out|store to cells another program wrote",
     ),
     "a vector stored without mask": (
-        set(KERNELS),
+        set(ORACLES),
         [(Section, "store", _store_patched(lambda lanes, at, value, mask: (at, value, None)))],
         "a vector of lanes needs a mask",
     ),
@@ -210,7 +210,7 @@ BUGS = {
         "store by several lanes of out",
     ),
     "masked lanes sent to cell 0": (
-        set(KERNELS),
+        set(ORACLES),
         [
             (
                 Section,
@@ -255,7 +255,7 @@ def planted_problems(operation):
             yield problem
 
 
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", ORACLES)
 def test_checked_passes_ordinary_inputs(operation, monkeypatch):
     problems.tiny_blocks(monkeypatch)
     for problem in planted_problems(operation):
@@ -263,7 +263,7 @@ def test_checked_passes_ordinary_inputs(operation, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bug", "operation"), [(bug, name) for bug in BUGS for name in KERNELS if name in BUGS[bug][0]]
+    ("bug", "operation"), [(bug, name) for bug in BUGS for name in ORACLES if name in BUGS[bug][0]]
 )
 def test_checked_stops_a_bug_planted_in_an_operation(bug, operation, monkeypatch):
     """On one of the same inputs."""
