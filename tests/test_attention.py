@@ -196,6 +196,7 @@ def forward(caches, tables, committed, rows, queries, *, D, page_size):
         swa_page_table=tables["swa"],
         window=WriteWindow(virtual_loc=full, full_loc=full, swa_loc=swa, positions=positions),
         logit_rows=None,
+        state_slots=None,
     )
     outputs = []
     for lanes in ("host", "draft"):

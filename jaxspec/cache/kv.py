@@ -25,6 +25,7 @@ from jax import lax
 
 from jaxspec.cache.layers import ACCUMULATED, LayerSpec, StatePart, StateSpec
 from jaxspec.cache.layout import PoolLayout
+from pallas_kernels import View, state_scatter
 
 Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -128,6 +129,28 @@ class KVCache:
         """States of one recurrent layer: int32[B] slots give a [B, *shape] array a part."""
         return tuple(buffer.at[slots].get(mode=IN_BOUNDS) for buffer in self.buffers[layer])
 
+    def commit_state(
+        self, layer: int, slots: Array, row: Array, parts: tuple[Array, ...], backend: str | None = None
+    ) -> "KVCache":
+        """Stores one of the states that each request has in `pending`.
+
+        Args:
+          layer: index into `layers` (static).
+          slots: int32[B], different ones; -1 skips a request.
+          row: int32[B], which of its D states; -1 skips the request.
+          parts: [B, D, *shape] each, in the order of the layer's `parts`.
+          backend: who runs the kernel, see `pallas_kernels` (static).
+
+        Returns:
+          The cache with the chosen states in their slots; all else is as it was.
+        """
+        buffers = zip(self.buffers[layer], parts, strict=True)
+        after = (
+            state_scatter(part.astype(buffer.dtype)[None], row, slots, buffer[None], backend=backend)[0]
+            for buffer, part in buffers
+        )
+        return self._with_buffer(layer, tuple(after))
+
     def _with_buffer(self, layer: int, buffer) -> "KVCache":
         return self.replace(buffers=(*self.buffers[:layer], buffer, *self.buffers[layer + 1 :]))
 
@@ -200,6 +223,21 @@ class PoolCache:
         """States of one recurrent layer; see `KVCache.read_state`."""
         places = zip(self._state_places(layer, slots), self.layers[layer].parts, strict=True)
         return tuple(_from_storage(part, self._get(*place)) for place, part in places)
+
+    def commit_state(
+        self, layer: int, slots: Array, row: Array, parts: tuple[Array, ...], backend: str | None = None
+    ) -> "PoolCache":
+        """Stores one of the states that each request has in `pending`; see `KVCache.commit_state`."""
+        layout, buffer = self.layout, self.buffer
+        entry = layout.entry_units("state") * layout.unit
+        places = zip(layout.state_rows(layer), self.layers[layer].parts, parts, strict=True)
+        for place, part, values in places:
+            B, D = values.shape[:2]
+            states = _to_storage(part, values.reshape(B * D, *part.shape), layout.storage)
+            shape = (1, layout.num_pages("state"), place.units, layout.unit)
+            view = View(buffer, place.start * layout.unit, shape, (0, entry, layout.unit, 1))
+            buffer = state_scatter(states.reshape(1, B, D, -1), row, slots, view, backend=backend).buffer
+        return self.replace(buffer=buffer)
 
     def _state_places(self, layer: int, slots: Array) -> list[tuple[Array, int]]:
         """For each part of the layer's state, its first unit in each slot, [B, 1], and how many units it fills."""

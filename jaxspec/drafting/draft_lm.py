@@ -127,6 +127,7 @@ def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata
         swa_page_table=None,
         window=jax.tree.map(lambda loc: loc[:, :2], window.replace(swa_loc=None)),
         logit_rows=jnp.ones((B, 1), jnp.int32),
+        state_slots=None,
         extend_lens=jnp.full((B,), 2, jnp.int32),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * 2,
     )

@@ -67,7 +67,9 @@ def take_pending(cache: Cache) -> tuple[Cache, dict[int, Parts]]:
     return cache.replace(pending={}), cache.pending
 
 
-def commit(cache: Cache, pending: dict[int, Parts], slots: Array, last_row: Array) -> Cache:
+def commit(
+    cache: Cache, pending: dict[int, Parts], slots: Array, last_row: Array, *, backend: str | None = None
+) -> Cache:
     """Stores, for each request, the states after the last row that it keeps.
 
     Args:
@@ -75,13 +77,11 @@ def commit(cache: Cache, pending: dict[int, Parts], slots: Array, last_row: Arra
       pending: from `take_pending`.
       slots: int32[B], where the states of each request are; -1 for padding.
       last_row: int32[B], the row, 0 .. D - 1; -1 stores nothing.
+      backend: who runs the kernel, see `pallas_kernels`.
 
     Returns:
       The cache after. A request that keeps no row, or is padding, has the state that it had.
     """
-    kept = (slots >= 0) & (last_row >= 0)
-    slots, row = jnp.where(kept, slots, 0), jnp.where(kept, last_row, 0)
-    lane = jnp.arange(slots.shape[0], dtype=jnp.int32)
     for layer, parts in pending.items():
-        cache = cache.write_state(layer, slots, tuple(part[lane, row] for part in parts))
+        cache = cache.commit_state(layer, slots, last_row, parts, backend)
     return cache

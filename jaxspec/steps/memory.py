@@ -26,6 +26,7 @@ from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.metadata import Ids
 from jaxspec.models.contract import Model
+from pallas_kernels import replay_state_indices
 
 Array = jax.Array
 
@@ -87,7 +88,14 @@ def state_slots(spec, pages: Pages | UnifiedPages, rows: Array) -> Array | Ids |
     if not spec.target.has_state:
         return None
     if isinstance(pages, UnifiedPages):
-        slots = jnp.where(rows > 0, pages.state_v2p[pages.state_slot[rows]], -1)
+        slots, _ = replay_state_indices(
+            rows,
+            pages.state_slot,
+            jnp.zeros_like(rows),
+            valid=rows > 0,
+            v2p=pages.state_v2p,
+            backend=config.kernel_backend,
+        )
     else:
         slots = jnp.where(rows > 0, rows, -1)
     return Ids(slots, "state") if config.check_ids else slots

@@ -231,7 +231,8 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
     pages = free_pages(spec, requests, state.pages, rows, max_advance=spec.config.num_draft_tokens)
     cache = state.cache
     if verdict.pending:
-        cache = commit_states(cache, verdict.pending, unmarked(plan.metadata.state_slots, "state"), keep - 1)
+        slots = unmarked(plan.metadata.state_slots, "state")
+        cache = commit_states(cache, verdict.pending, slots, keep - 1, backend=spec.config.kernel_backend)
     state = state.with_(
         requests=requests,
         pages=pages,
