@@ -1,4 +1,4 @@
-"""Reads and writes Qwen3 folders: config.json, model.safetensors (or its shards), tokenizer.json.
+"""Reads and writes model folders: config.json, model.safetensors (or its shards), tokenizer.json.
 
 The models that ship with the library are such folders too, under `jaxspec/models/data`. Tensors are counted on the
 way in: a file that lacks one, or holds one that the model has no place for, is refused with the names, because a weight
@@ -23,11 +23,15 @@ import tokenizers
 
 from jaxspec.errors import InputError
 from jaxspec.models.config import Qwen3Config, eos_ids
-from jaxspec.models.contract import Model, from_qwen3
+from jaxspec.models.contract import Model, from_hybrid, from_qwen3
+from jaxspec.models.hybrid import Hybrid
+from jaxspec.models.hybrid_config import LINEAR, HybridConfig
 from jaxspec.models.qwen3 import Qwen3
 
 _DATA = Path(__file__).parent / "data"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+
+Config = Qwen3Config | HybridConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,14 +40,14 @@ class Checkpoint:
 
     Fields:
       module: the flax module; `module.apply(params, tokens, positions, attend, ...)` runs it.
-      params: `{"params": tree}`, every array in `module.dtype`.
+      params: `{"params": tree}`, every array in `module.dtype`; a hybrid's decays (`A_log`, `dt_bias`) are float32.
       config: the model's shape; its `eos_token_ids` are those of generation_config.json where that names some.
       folder: where it was read from.
     """
 
-    module: Qwen3
+    module: Qwen3 | Hybrid
     params: dict[str, Any]
-    config: Qwen3Config
+    config: Config
     folder: Path
 
     @property
@@ -54,11 +58,22 @@ class Checkpoint:
     @functools.cached_property
     def model(self) -> Model:
         """The model as a target: what `jaxspec.generate` and `jaxspec.make_spec_step` take."""
-        return from_qwen3(self.module)
+        return from_hybrid(self.module) if isinstance(self.module, Hybrid) else from_qwen3(self.module)
 
     @functools.cached_property
     def draft_model(self) -> Model:
-        """The same model as a draft, for `jaxspec.DraftLM`: all layers in FULL pages, windows as masks."""
+        """The same model as a draft, for `jaxspec.DraftLM`: all layers in FULL pages, windows as masks.
+
+        Raises:
+          InputError: a layer accumulates a state. A draft model follows the target's FULL page table, which has no
+            place for one, and nobody would take back what rejected drafts did to it.
+        """
+        if isinstance(self.module, Hybrid):
+            layers = [i for i, kind in enumerate(self.config.layer_types) if kind == LINEAR]
+            raise InputError(
+                f"{self.name!r} cannot draft: its layers {layers} accumulate a state, and a draft model's layers must "
+                "all keep keys and values; draft with a Qwen3 dense model, or with n-grams"
+            )
         return from_qwen3(self.module, swa_pages=False)
 
     def encode(self, text: str) -> list[int]:
@@ -120,8 +135,9 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
       A `Checkpoint` whose arrays lie, uncommitted, on jax's default device.
 
     Raises:
-      InputError: no such model; no config.json or one that is not a supported Qwen3; weights that are missing,
-        unexpected, misshapen or not floating point. The message names the folder and at most five tensors.
+      InputError: no such model; no config.json or one of no supported family (Qwen3 dense, Qwen3-Next with dense
+        MLPs); weights that are missing, unexpected, misshapen or not floating point. The message names the folder and
+        at most five tensors.
 
     Example:
       >>> model = load("target")                                            # doctest: +SKIP
@@ -138,6 +154,8 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
     found = _tensor_files(folder)
     # Some writers store the rotary frequencies, or the head although it is the embedding.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    if isinstance(config, HybridConfig):  # a draft head of its own, no part of the model
+        ignored |= {name for name in found if name.startswith("mtp.")}
     if config.tie_word_embeddings:
         ignored.add("lm_head.weight")
     _refuse(folder, "lacks tensors", expected.keys() - found.keys())
@@ -162,14 +180,18 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
             )
             for name in names:
                 value = file.get_tensor(name)
-                value = np.ascontiguousarray(value.T if expected[name].transposed else value).astype(jnp.dtype(dtype))
-                _put(tree, expected[name].path, jnp.asarray(value))
-    return Checkpoint(Qwen3(config, dtype), {"params": tree}, config, folder)
+                _put(tree, expected[name].path, jnp.asarray(expected[name].to_tree(value, dtype)))
+    return Checkpoint(make_module(config, dtype), {"params": tree}, config, folder)
+
+
+def make_module(config: Config, dtype: Any = jnp.float32) -> Qwen3 | Hybrid:
+    """The flax module of a configuration's family."""
+    return Hybrid(config, dtype) if isinstance(config, HybridConfig) else Qwen3(config, dtype)
 
 
 def save(
     folder: str | os.PathLike,
-    config: Qwen3Config,
+    config: Config,
     params: Mapping[str, Any],
     dtype: Any = jnp.bfloat16,
     tokenizer: tokenizers.Tokenizer | None = None,
@@ -180,8 +202,8 @@ def save(
       folder: made if absent. config.json, model.safetensors and, if given, tokenizer.json are replaced, each in one
         step and config.json last, so that a run that dies leaves no half file. Other files stay.
       config: the model's shape.
-      params: `{"params": tree}` as `Qwen3` takes it, in any floating dtype.
-      dtype: what the weights are stored in.
+      params: `{"params": tree}` as the module takes it, in any floating dtype.
+      dtype: what the weights are stored in, but for decays, which are float32.
       tokenizer: written as tokenizer.json.
 
     Returns:
@@ -199,8 +221,7 @@ def save(
     _refuse(folder, "cannot be written, params have unknown", ("/".join(p) for p in arrays.keys() - by_path.keys()))
     stored = {}
     for path, name in by_path.items():
-        value = np.asarray(arrays[path]).astype(jnp.dtype(dtype))
-        stored[name] = np.ascontiguousarray(value.T) if expected[name].transposed else value
+        stored[name] = expected[name].to_file(np.asarray(arrays[path]), dtype)
     _refuse(
         folder,
         "cannot be written, misshapen params",
@@ -215,11 +236,12 @@ def save(
     return folder
 
 
-def random_params(config: Qwen3Config, seed: int, dtype: Any = jnp.float32) -> dict[str, Any]:
+def random_params(config: Config, seed: int, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Parameters `{"params": tree}` drawn by numpy from `seed`: the same on every backend and jax version.
 
     Matrices keep the scale of what they multiply, embeddings are short beside what the layers add (else a tied head
-    would repeat its input for ever) and every norm scale differs from 1, so that mixing two of them up shows.
+    would repeat its input for ever) and every norm scale differs from 1, so that mixing two of them up shows. States
+    forget at all speeds, from a tenth of a row to a thousand rows.
 
     Example:
       >>> config = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -232,50 +254,95 @@ def random_params(config: Qwen3Config, seed: int, dtype: Any = jnp.float32) -> d
     for tensor in _tensors(config).values():
         value = rng.standard_normal(tensor.shape, np.float32)
         if len(tensor.shape) == 1:
-            value = 1 + value / 8
+            value = tensor.center + value * tensor.spread
         else:
             value /= np.sqrt(tensor.shape[-1], dtype=np.float32)
-        _put(tree, tensor.path, jnp.asarray((value.T if tensor.transposed else value).astype(jnp.dtype(dtype))))
+        _put(tree, tensor.path, jnp.asarray(tensor.to_tree(value, dtype)))
     return {"params": tree}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the file: its place in the parameter tree, its shape in the file, whether the tree transposes it."""
+    """A tensor of the file: its place in the parameter tree, its shape in the file, and how the tree holds it.
+
+    Matrices are transposed, a convolution [C, 1, W] loses its middle axis, and decays stay float32. `center` and
+    `spread` are those of a random vector.
+    """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     transposed: bool = False
+    wide: bool = False
+    center: float = 1.0
+    spread: float = 0.125
+
+    def to_tree(self, value: np.ndarray, dtype: Any) -> np.ndarray:
+        value = value.T if self.transposed else value[:, 0] if value.ndim == 3 else value
+        return np.ascontiguousarray(value).astype(np.float32 if self.wide else jnp.dtype(dtype))
+
+    def to_file(self, value: np.ndarray, dtype: Any) -> np.ndarray:
+        value = value.T if self.transposed else value[:, None] if len(self.shape) == 3 else value
+        return np.ascontiguousarray(value).astype(np.float32 if self.wide else jnp.dtype(dtype))
 
 
-def _tensors(config: Qwen3Config) -> dict[str, _Tensor]:
+def _tensors(config: Config) -> dict[str, _Tensor]:
     """Every tensor of the model under its public name."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    hybrid = isinstance(config, HybridConfig)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    scale = {"center": 0.0} if hybrid else {}  # of most norms the hybrid stores what is added to 1
     tensors = {
         "model.embed_tokens.weight": _Tensor(("embed_tokens",), (config.vocab_size, hidden)),
-        "model.norm.weight": _Tensor(("norm",), (hidden,)),
+        "model.norm.weight": _Tensor(("norm",), (hidden,), **scale),
     }
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = _Tensor(("lm_head",), (config.vocab_size, hidden))
-    layer_tensors = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_width, hidden),
-        "self_attn.k_proj": (kv_width, hidden),
-        "self_attn.v_proj": (kv_width, hidden),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "self_attn.o_proj": (hidden, q_width),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
     for layer in range(config.num_hidden_layers):
-        for name, shape in layer_tensors.items():
-            path = (f"layers_{layer}", name.rpartition(".")[2])
-            tensors[f"model.layers.{layer}.{name}.weight"] = _Tensor(path, shape, transposed=len(shape) == 2)
+        linear = hybrid and config.layer_types[layer] == LINEAR
+        shapes = {
+            "input_layernorm.weight": (hidden,),
+            **(_delta_net_shapes(config) if linear else _attention_shapes(config, 2 if hybrid else 1)),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        for name, shape in shapes.items():
+            last = name.removesuffix(".weight").rpartition(".")[2]
+            how: dict[str, Any] = {"transposed": len(shape) == 2}
+            how |= _DECAYS.get(last, {} if last == "norm" else scale)
+            tensors[f"model.layers.{layer}.{name}"] = _Tensor((f"layers_{layer}", last), shape, **how)
     return tensors
+
+
+def _attention_shapes(config, queries: int) -> dict[str, tuple[int, ...]]:
+    """`queries` is 2 where each head's query is followed by the gate of its output."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    return {
+        "self_attn.q_proj.weight": (queries * q_width, hidden),
+        "self_attn.k_proj.weight": (kv_width, hidden),
+        "self_attn.v_proj.weight": (kv_width, hidden),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "self_attn.o_proj.weight": (hidden, q_width),
+    }
+
+
+def _delta_net_shapes(config) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config.hidden_size, config.linear_num_value_heads
+    width = heads * config.linear_value_head_dim
+    return {
+        "linear_attn.in_proj_qkvz.weight": (config.conv_channels + width, hidden),
+        "linear_attn.in_proj_ba.weight": (2 * heads, hidden),
+        "linear_attn.conv1d.weight": (config.conv_channels, 1, config.linear_conv_kernel_dim),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (config.linear_value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, width),
+    }
+
+
+_DECAYS = {"A_log": {"wide": True, "spread": 1.0}, "dt_bias": {"wide": True, "center": -3.0, "spread": 2.0}}
 
 
 def _resolve(source) -> Path:
@@ -288,11 +355,13 @@ def _resolve(source) -> Path:
     return folder
 
 
-def _read_config(folder: Path) -> Qwen3Config:
+def _read_config(folder: Path) -> Config:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json: a Hugging Face model folder is needed")
     try:
-        config = Qwen3Config.from_dict(_read_json(folder / "config.json"))
+        settings = _read_json(folder / "config.json")
+        family = HybridConfig if settings.get("model_type") == "qwen3_next" else Qwen3Config
+        config = family.from_dict(settings)
         generation = folder / "generation_config.json"
         stops = eos_ids(_read_json(generation)) if generation.is_file() else ()
         return dataclasses.replace(config, eos_token_ids=stops) if stops else config

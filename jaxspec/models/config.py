@@ -16,9 +16,9 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 # What the public configuration class assumes for a key that is absent from the file.
-_DEFAULT_EPS = 1e-6
-_DEFAULT_THETA = 10_000.0
-_DEFAULT_CONTEXT = 32_768
+DEFAULT_EPS = 1e-6
+DEFAULT_THETA = 10_000.0
+DEFAULT_CONTEXT = 32_768
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
@@ -57,9 +57,9 @@ class Qwen3Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = _DEFAULT_EPS
-    rope_theta: float = _DEFAULT_THETA
-    max_position_embeddings: int = _DEFAULT_CONTEXT
+    rms_norm_eps: float = DEFAULT_EPS
+    rope_theta: float = DEFAULT_THETA
+    max_position_embeddings: int = DEFAULT_CONTEXT
     tie_word_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Qwen3Config:
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         for name in _SIZES:
             value = getattr(self, name)
-            if not _is_int(value) or value < 1:
+            if not is_int(value) or value < 1:
                 raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
@@ -87,10 +87,10 @@ class Qwen3Config:
                 f"windows has {len(self.windows)} entries for {self.num_hidden_layers} layers: give one a layer"
             )
         for layer, window in enumerate(self.windows):
-            if window is not None and (not _is_int(window) or window < 1):
+            if window is not None and (not is_int(window) or window < 1):
                 raise InputError(f"the window of layer {layer} is {window!r}: it must be None or at least 1 key")
         for token in self.eos_token_ids:
-            if not _is_int(token) or not 0 <= token < self.vocab_size:
+            if not is_int(token) or not 0 <= token < self.vocab_size:
                 raise InputError(f"eos_token_id {token!r} is outside the vocabulary of {self.vocab_size} ids")
 
     @classmethod
@@ -108,10 +108,10 @@ class Qwen3Config:
         Source: the public Qwen3 configuration of Hugging Face transformers.
         """
         _check_architecture(config)
-        _check_unsupported(config)
-        heads = _size(config, "num_attention_heads")
-        hidden = _size(config, "hidden_size")
-        layers = _size(config, "num_hidden_layers")
+        refuse_unsupported(config)
+        heads = read_size(config, "num_attention_heads")
+        hidden = read_size(config, "hidden_size")
+        layers = read_size(config, "num_hidden_layers")
         head_dim = config.get("head_dim")
         if head_dim is None:
             if hidden % heads:
@@ -121,17 +121,20 @@ class Qwen3Config:
                 )
             head_dim = hidden // heads
         kv_heads = config.get("num_key_value_heads")
+        theta, share = read_rope(config, 1.0)
+        if share != 1.0:
+            raise InputError(f"partial_rotary_factor is {share!r}: only 1.0 is supported")
         return cls(
-            vocab_size=_size(config, "vocab_size"),
+            vocab_size=read_size(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=read_size(config, "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.get("rms_norm_eps", _DEFAULT_EPS),
-            rope_theta=_rope_theta(config),
-            max_position_embeddings=config.get("max_position_embeddings", _DEFAULT_CONTEXT),
+            rms_norm_eps=config.get("rms_norm_eps", DEFAULT_EPS),
+            rope_theta=theta,
+            max_position_embeddings=config.get("max_position_embeddings", DEFAULT_CONTEXT),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, layers),
             eos_token_ids=eos_ids(config),
@@ -196,13 +199,19 @@ def eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _is_int(value) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether it is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _size(config, name) -> int:
+def read_size(config: Mapping[str, Any], name: str) -> int:
+    """The integer of at least 1 that a parsed config.json has under `name`.
+
+    Raises:
+      InputError: it has none.
+    """
     value = config.get(name)
-    if not _is_int(value) or value < 1:
+    if not is_int(value) or value < 1:
         found = f"is {value!r}" if name in config else "is missing"
         raise InputError(f"{name} {found} in config.json: it must be an integer of at least 1")
     return value
@@ -214,14 +223,15 @@ def _check_architecture(config) -> None:
     if model_type is None and not architectures:
         raise InputError("config.json has neither model_type nor architectures: a Qwen3 folder names 'qwen3' there")
     if model_type not in (None, "qwen3"):
-        raise InputError(f"model_type is {model_type!r}: only 'qwen3' (Qwen3 dense) is supported")
+        raise InputError(f"model_type is {model_type!r}: 'qwen3' (Qwen3 dense) and 'qwen3_next' are supported")
     if architectures and "Qwen3ForCausalLM" not in architectures:
         raise InputError(f"architectures is {architectures!r}: only ['Qwen3ForCausalLM'] is supported")
 
 
-def _check_unsupported(config) -> None:
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises InputError, if a parsed config.json asks for biases, another activation or quantised weights."""
     if config.get("attention_bias"):
-        raise InputError("attention_bias is true: only Qwen3 without attention biases is supported")
+        raise InputError("attention_bias is true: only attention without biases is supported")
     if config.get("hidden_act", "silu") != "silu":
         raise InputError(f"hidden_act is {config['hidden_act']!r}: only 'silu' is supported")
     if config.get("quantization_config"):
@@ -229,7 +239,13 @@ def _check_unsupported(config) -> None:
         raise InputError(f"quantization_config names the method {method!r}: only unquantised weights are supported")
 
 
-def _rope_theta(config) -> float:
+def read_rope(config: Mapping[str, Any], rotary_share: float) -> tuple[float, float]:
+    """The rotary embedding's base, and the share of a head's channels it turns: `rotary_share` where none is named.
+
+    Raises:
+      InputError: another RoPE than the default one, or one that differs by layer type.
+    """
+    share = config.get("partial_rotary_factor")
     for key in ("rope_parameters", "rope_scaling"):
         settings = config.get(key) or {}
         if not isinstance(settings, Mapping):
@@ -239,12 +255,10 @@ def _rope_theta(config) -> float:
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind != "default":
             raise InputError(f"{key} asks for rope type {kind!r}: only 'default' is supported")
-        if settings.get("partial_rotary_factor", 1.0) != 1.0:
-            raise InputError(
-                f"{key} has partial_rotary_factor {settings['partial_rotary_factor']!r}: only 1.0 is supported"
-            )
-    new_style = (config.get("rope_parameters") or {}).get("rope_theta")
-    return new_style if new_style is not None else config.get("rope_theta", _DEFAULT_THETA)
+        share = settings.get("partial_rotary_factor", share)
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    theta = config.get("rope_theta", DEFAULT_THETA) if theta is None else theta
+    return theta, rotary_share if share is None else share
 
 
 def _windows(config, layers: int) -> tuple[int | None, ...]:
@@ -263,12 +277,12 @@ def _windows(config, layers: int) -> tuple[int | None, ...]:
             )
     else:
         first = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
-        if enabled and (not _is_int(first) or first < 0):
+        if enabled and (not is_int(first) or first < 0):
             raise InputError(f"max_window_layers is {first!r}: it must be an integer of at least 0")
         slides = [enabled and layer >= first for layer in range(layers)]
     if not any(slides):
         return (None,) * layers
     window = config.get("sliding_window")
-    if not _is_int(window) or window < 1:
+    if not is_int(window) or window < 1:
         raise InputError(f"{sum(slides)} layers slide but sliding_window is {window!r}: it must be at least 1 key")
     return tuple(window if slide else None for slide in slides)

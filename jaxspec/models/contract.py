@@ -9,7 +9,8 @@ Any function with this signature plugs in, whatever framework it comes from:
     positions  int32[B, D], absolute positions, consecutive in a row. Padded rows may lie past context_len: compute
                rotary angles, or clip before looking a position up in a table
     cache      `KVCache` or, with unified memory, `PoolCache`; written and read through
-               `jaxspec.attend(cache, layer, q, k, v, metadata)`, once a layer
+               `jaxspec.attend(cache, layer, q, k, v, metadata)`, once an attention layer, and
+               `jaxspec.recurrent.recur(cache, layer, update, metadata)`, once a layer whose state accumulates
     metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows
                whose logits are wanted
     logits     float32[B, D or K, V]
@@ -27,8 +28,13 @@ from typing import Any
 import jax
 
 from jaxspec.attention import attend
-from jaxspec.cache import KVCache, LayerSpec, PoolCache
+from jaxspec.cache import KVCache, LayerSpec, PoolCache, StatePart, StateSpec
+from jaxspec.cache.layers import ACCUMULATED
+from jaxspec.models.hybrid import Hybrid
+from jaxspec.models.hybrid_config import LINEAR
 from jaxspec.models.qwen3 import Qwen3
+from jaxspec.recurrent import recur
+from jaxspec.recurrent import recur
 
 Array = jax.Array
 
@@ -40,14 +46,14 @@ class Model:
     Attributes:
       apply: the function above. Give it value equality (a frozen dataclass with `__call__`) if you build it more than
         once.
-      layers: what each attention layer keeps for a token.
+      layers: what each layer keeps, in layer order: `LayerSpec` of a token, or `StateSpec` of a request.
       vocab_size: V.
       context_len: most tokens a sequence may hold, prompt and completion together.
       dtype: dtype of the cache, as a string.
     """
 
     apply: Callable[[Any, Array, Array, KVCache | PoolCache, Any], tuple[Array, Array, KVCache | PoolCache]]
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec | StateSpec, ...]
     vocab_size: int
     context_len: int
     dtype: str = "float32"
@@ -55,21 +61,32 @@ class Model:
     @property
     def swa_window(self) -> int | None:
         """The largest window among layers stored in SWA pages; None if there is none."""
-        windows = [spec.window for spec in self.layers if spec.storage == "swa"]
+        windows = [spec.window for spec in self.layers if isinstance(spec, LayerSpec) and spec.storage == "swa"]
         return max(windows) if windows else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any layer is recurrent."""
+        return any(spec.carries == ACCUMULATED for spec in self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlaxApply:
-    """Binds a Qwen3 module to the contract."""
+    """Binds a module to the contract."""
 
-    module: Qwen3
+    module: Qwen3 | Hybrid
 
     def __call__(self, params, tokens, positions, cache, metadata):
         def store_and_attend(layer, q, k, v, cache):
             return attend(cache, layer, q, k, v, metadata)
 
-        return self.module.apply(params, tokens, positions, store_and_attend, cache, logit_rows=metadata.logit_rows)
+        def advance(layer, update, cache):
+            return recur(cache, layer, update, metadata)
+
+        carried = {"recur": advance} if isinstance(self.module, Hybrid) else {}
+        return self.module.apply(
+            params, tokens, positions, store_and_attend, cache, logit_rows=metadata.logit_rows, **carried
+        )
 
 
 def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
@@ -80,16 +97,32 @@ def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
       swa_pages: keep sliding layers in SWA pages, which are retired behind the window. False keeps them in FULL pages,
         as a draft does that follows the target's FULL page table.
     """
+    return _model(module, tuple(_attention_layer(module.config, window, swa_pages) for window in module.config.windows))
+
+
+def from_hybrid(module: Hybrid) -> Model:
+    """The contract for a hybrid module: sliding layers in SWA pages; a linear layer's state is its convolution window,
+    in the module's dtype, and its temporal state, in float32."""
     config = module.config
-    layers = tuple(
-        LayerSpec(
-            config.num_key_value_heads,
-            config.head_dim,
-            window,
-            storage="swa" if window is not None and swa_pages else "full",
-        )
-        for window in config.windows
+    window = StatePart(
+        "conv", (config.linear_conv_kernel_dim - 1, config.conv_channels), jax.numpy.dtype(module.dtype).name
     )
+    temporal = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
+    state = StateSpec((window, StatePart("temporal", temporal)))
+    layers = (
+        state if kind == LINEAR else _attention_layer(config, window, True)
+        for kind, window in zip(config.layer_types, config.windows, strict=True)
+    )
+    return _model(module, tuple(layers))
+
+
+def _attention_layer(config, window, swa_pages):
+    storage = "swa" if window is not None and swa_pages else "full"
+    return LayerSpec(config.num_key_value_heads, config.head_dim, window, storage=storage)
+
+
+def _model(module, layers):
+    config = module.config
     return Model(
         apply=FlaxApply(module),
         layers=layers,

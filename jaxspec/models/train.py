@@ -2,6 +2,7 @@
 
     python -m jaxspec.models.train --role target --corpus CORPUS --out TARGET --minutes 6
     python -m jaxspec.models.train --role draft --corpus CORPUS --out DRAFT --distill_from TARGET --minutes 1.5
+    python -m jaxspec.models.train --role hybrid --corpus CORPUS --out HYBRID --minutes 6
 
 One process, one device. The whole corpus lies on the device and a dispatch runs many optimiser steps, so Python only
 watches. The model computes in bfloat16 on a GPU and in float32 on a CPU. With ``--minutes`` or ``--until`` the learning
@@ -34,10 +35,10 @@ from absl import app, flags
 
 from jaxspec.errors import InputError
 from jaxspec.models import heldout
-from jaxspec.models.checkpoint import load, save
-from jaxspec.models.config import Qwen3Config
+from jaxspec.models.checkpoint import Config, load, make_module, save
+from jaxspec.models.config import FULL, SLIDING, Qwen3Config
 from jaxspec.models.corpus import END_OF_TEXT_ID
-from jaxspec.models.qwen3 import Qwen3
+from jaxspec.models.hybrid_config import LINEAR, HybridConfig
 from jaxspec.models.train_attention import attend_with, choose_attend
 from jaxspec.models.train_step import Settings, TrainState, init_state, load_data, make_dispatch, make_logits
 
@@ -45,8 +46,11 @@ _WARMUP_STEPS = 100
 _DECAY_FROM = 0.3  # share of the run after which the learning rate falls linearly to 0
 
 
-def preset(name: str, vocab_size: int) -> Qwen3Config:
-    """The configuration called `name`: target (5.6 M parameters), draft (0.6 M) or tiny (tests)."""
+def preset(name: str, vocab_size: int) -> Config:
+    """The configuration called `name`: target (5.6 M parameters), draft (0.6 M), hybrid (4.3 M), tiny or tiny_hybrid.
+
+    The tiny ones are for tests.
+    """
     common = {"vocab_size": vocab_size, "tie_word_embeddings": True, "eos_token_ids": (END_OF_TEXT_ID,)}
     common |= {"max_position_embeddings": 4096, "head_dim": 64}
     sizes = {
@@ -76,10 +80,39 @@ def preset(name: str, vocab_size: int) -> Qwen3Config:
             "max_position_embeddings": 256,
             "windows": (16, None),
         },
+        "hybrid": {
+            "hidden_size": 256,
+            "intermediate_size": 480,
+            "layer_types": (LINEAR, SLIDING, LINEAR, FULL, LINEAR, FULL),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": 256,
+            "partial_rotary_factor": 0.5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+        "tiny_hybrid": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "layer_types": (LINEAR, SLIDING, FULL),
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "sliding_window": 16,
+            "partial_rotary_factor": 0.5,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
     }
     if name not in sizes:
         raise InputError(f"preset {name!r}: there are {', '.join(sizes)}")
-    return Qwen3Config(**(common | sizes[name]))
+    family = HybridConfig if "layer_types" in sizes[name] else Qwen3Config
+    return family(**(common | sizes[name]))
 
 
 def learning_rate(progress: np.ndarray, step: np.ndarray) -> np.ndarray:
@@ -210,7 +243,7 @@ def prove(make: Callable[[dict[str, str]], Callable], choices: Sequence[dict[str
 def train(
     corpus: pathlib.Path,
     out: pathlib.Path,
-    config: Qwen3Config,
+    config: Config,
     settings: Settings,
     *,
     steps: int | None = None,
@@ -257,7 +290,7 @@ def train(
     report(f"{parameters} parameters, {len(data.tokens)} training tokens in {len(data.starts)} documents")
 
     def make(choice):
-        own = make_logits(Qwen3(config, dtype), attend_with(config.windows, **choice))
+        own = make_logits(make_module(config, dtype), attend_with(config.windows, **choice))
         teacher = target and make_logits(target.module, attend_with(target.config.windows, **choice))
         return make_dispatch(own, teacher, settings)
 
@@ -345,8 +378,8 @@ def define_flags() -> None:
     """Declares the command line; done when it is run and not on import, so that other programs keep their names."""
     flags.DEFINE_string("corpus", None, "Folder written by jaxspec.models.corpus.", required=True)
     flags.DEFINE_string("out", None, "Folder to write the model into.", required=True)
-    flags.DEFINE_enum("role", "target", ["target", "draft"], "What is trained.")
-    flags.DEFINE_string("preset", None, "Size: target, draft or tiny (default: the role's).")
+    flags.DEFINE_enum("role", "target", ["target", "draft", "hybrid"], "What is trained.")
+    flags.DEFINE_string("preset", None, "Size: target, draft, hybrid, tiny or tiny_hybrid (default: the role's).")
     flags.DEFINE_string("distill_from", None, "Folder of the target that a draft follows.")
     flags.DEFINE_float("distill_weight", 0.75, "Share of a draft's loss that follows the target.")
     flags.DEFINE_integer("steps", None, "Train for so many steps (repeatable).")
@@ -367,7 +400,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     given = flags.FLAGS
     corpus, distill = pathlib.Path(given.corpus), given.distill_from
-    if given.role == "target" and distill:
+    if given.role != "draft" and distill:
         raise InputError("distill_from goes with role draft: a target follows the text alone")
     if not (corpus / "manifest.json").is_file():
         raise InputError(f"{corpus} has no manifest.json: write the corpus with python -m jaxspec.models.corpus")

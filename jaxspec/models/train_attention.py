@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.config import Qwen3Config
+from jaxspec.models.checkpoint import Config
 from jaxspec.models.qwen3 import Attend
 
 # kernel(q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], window or None) -> out [B, T, Hq, hd]; causal
@@ -80,7 +80,7 @@ KERNELS: dict[str, Kernel] = {"cudnn": cudnn, "blocks": blocks}
 
 
 def attend_with(windows: tuple[int | None, ...], sliding: str, full: str) -> Attend:
-    """The `attend` argument of `Qwen3` that runs kernel `sliding` in layers with a window and `full` in the others."""
+    """The `attend` argument of a module that runs kernel `sliding` in layers with a window and `full` in the others."""
 
     def attend(layer, q, k, v, cache):
         window = windows[layer]
@@ -89,7 +89,7 @@ def attend_with(windows: tuple[int | None, ...], sliding: str, full: str) -> Att
     return attend
 
 
-def choose_attend(config: Qwen3Config, length: int, dtype, *, report: Callable[[str], None] = print) -> dict[str, str]:
+def choose_attend(config: Config, length: int, dtype, *, report: Callable[[str], None] = print) -> dict[str, str]:
     """`{"sliding": name, "full": name}`: for each kind of layer the fastest kernel that is right where it runs.
 
     Args:

@@ -1,7 +1,8 @@
 """One dispatch of training: many optimiser steps of a language model over random pieces of a corpus on the device.
 
-Matrices are updated by Muon, embeddings and norm scales by Adam, both from optax; master weights are float32. Sequences
-are cut from the stream of documents at random places; a quarter of them start where their document does.
+Matrices are updated by Muon, everything else (embeddings, norm scales, convolutions, decays) by Adam, both from optax;
+master weights are float32. Sequences are cut from the stream of documents at random places; a quarter of them start
+where their document does.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import optax
 from optax import contrib
 
 from jaxspec.errors import InputError
-from jaxspec.models.config import Qwen3Config
+from jaxspec.models.checkpoint import Config, make_module
 from jaxspec.models.corpus import END_OF_TEXT_ID, read_tokens
+from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.qwen3 import Attend, Qwen3
 from jaxspec.models.train_attention import attend_with
+from jaxspec.models.train_delta import training_recur
 
 _FROM_DOCUMENT_START = 0.25  # share of the sequences that start at the start of a document
 
@@ -56,7 +59,7 @@ class Settings:
 
 @flax.struct.dataclass
 class TrainState:
-    """Master weights (float32 tree as `Qwen3` takes it), the optimiser's state, and steps done (int32 [])."""
+    """Master weights (float32 tree as the module takes it), the optimiser's state, and steps done (int32 [])."""
 
     params: Any
     optimiser: Any
@@ -109,13 +112,15 @@ def _wide_logits_backward(saved, gradient):
 wide_logits.defvjp(_wide_logits_forward, _wide_logits_backward)
 
 
-def make_logits(module: Qwen3, attend: Attend) -> Callable[[Any, jax.Array], jax.Array]:
+def make_logits(module: Qwen3 | Hybrid, attend: Attend) -> Callable[[Any, jax.Array], jax.Array]:
     """`logits(params, tokens [B, T]) -> float32 [B * T, V]` of whole texts."""
+
+    recur = {"recur": training_recur} if isinstance(module, Hybrid) else {}
 
     def logits(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         # The module's own logits are not used, hence not computed.
-        _, hidden, _ = module.apply(params, tokens, positions, attend)
+        _, hidden, _ = module.apply(params, tokens, positions, attend, **recur)
         head = params["params"]["embed_tokens"].astype(hidden.dtype)
         return wide_logits(hidden.reshape(-1, hidden.shape[-1]), head)
 
@@ -125,7 +130,7 @@ def make_logits(module: Qwen3, attend: Attend) -> Callable[[Any, jax.Array], jax
 def stack_matrices(params: Any) -> dict[str, jax.Array]:
     """The leaves by shape: equal matrices as one array [count, in, out], so that Muon treats them in one product.
 
-    Embeddings and vectors keep an entry of their own, called by their path.
+    Embeddings, convolutions and vectors keep an entry of their own, called by their path.
     """
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -147,7 +152,8 @@ def unstack_matrices(stacked: dict[str, jax.Array], like: Any) -> Any:
 
 def _group(path, leaf) -> str:
     name = "/".join(str(entry.key) for entry in path)
-    return f"[{leaf.shape[0]}, {leaf.shape[1]}]" if leaf.ndim == 2 and "layers" in name else name
+    matrix = leaf.ndim == 2 and "layers" in name and not name.endswith("conv1d")
+    return f"[{leaf.shape[0]}, {leaf.shape[1]}]" if matrix else name
 
 
 def make_optimiser(settings: Settings) -> optax.GradientTransformation:
@@ -170,16 +176,16 @@ def make_optimiser(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(settings.clip), stacked)
 
 
-def init_state(config: Qwen3Config, settings: Settings) -> TrainState:
+def init_state(config: Config, settings: Settings) -> TrainState:
     """Fresh weights of the seed; what writes into the residual stream starts small."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    module = Qwen3(config)
+    module = make_module(config)
     attend = attend_with(config.windows, "blocks", "blocks")
     params = module.init(jax.random.key(settings.seed), tokens, tokens, attend)
     small = (2 * config.num_hidden_layers) ** -0.5
 
     def shrink(path, leaf):
-        return leaf * small if path[-1].key in ("o_proj", "down_proj") else leaf
+        return leaf * small if path[-1].key in ("o_proj", "out_proj", "down_proj") else leaf
 
     params = jax.tree_util.tree_map_with_path(shrink, params)
     return TrainState(params, make_optimiser(settings).init(params), jnp.zeros((), jnp.int32))
