@@ -34,7 +34,6 @@ from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
 from jaxspec.models.qwen3 import Qwen3
 from jaxspec.recurrent import recur
-from jaxspec.recurrent import recur
 
 Array = jax.Array
 
