@@ -25,7 +25,7 @@ from jax import lax
 Array = jax.Array
 
 _ZERO_DECAY = -128.0  # exp of it is 0 in float32; keeps an infinite log_decay out of sums
-_UNROLLED = 16  # rows that are eliminated one by one, in one kernel
+_WHOLE = 16  # rows up to which masks are cheaper than cutting blocks out
 
 
 def gated_delta(
@@ -79,7 +79,6 @@ def gated_delta(
 
     dtype = v.dtype
     q, k, v, log_decay, beta = (_only_real(x, real).astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    q, k = _unit(q) * K**-0.5, _unit(k)
     log_decay = jnp.maximum(log_decay, _ZERO_DECAY)
 
     C = min(T, chunk)
@@ -90,35 +89,41 @@ def gated_delta(
         x = x.reshape(B, N, C, *heads, *x.shape[3:])
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 2 + len(heads))
 
-    q, k = chunks(q, HK), chunks(k, HK)  # [N, B, HK, C, K]
+    both = jnp.concatenate([chunks(q, HK), chunks(k, HK)], axis=3)  # [N, B, HK, 2 C, K]
+    both = _unit(both) * np.repeat(np.float32([K**-0.5, 1]), C)[:, None]
+    q, k = both[..., :C, :], both[..., C:, :]
     v, log_decay, beta = (chunks(x, HK, R) for x in (v, log_decay, beta))  # [N, B, HK, R, C, ...]
     state = state.astype(jnp.float32).reshape(B, HK, R, V, K)
 
     held, since = _decays(log_decay)  # [N, B, HK, R, C, C] and [N, B, HK, R, C]
-    strict = np.tri(C, k=-1, dtype=bool)
-    system = jnp.where(strict, beta[..., None] * held * _product("...tk,...jk->...tj", k, k)[:, :, :, None], 0)
-    weights = held * _product("...tk,...jk->...tj", q, k)[:, :, :, None]
+    if C <= _WHOLE:
+        alike = jnp.sum(both[..., None, :] * k[..., None, :, :], axis=-1)[:, :, :, None]
+    else:
+        alike = _product("...tk,...jk->...tj", both, k)[:, :, :, None]
+    weights = held * alike[..., :C, :]
+    system = jnp.where(np.tri(C, k=-1, dtype=bool), beta[..., None] * held * alike[..., C:, :], 0)
+    inverse = _inverse(system)
     if N == 1:
         starts = state[None]
-        found = _product("nbhtk,nbhrvk->nbhrtv", k, starts)
-        writes = _solve(system, beta[..., None] * (v - since[..., None] * found))
+        read, found = jnp.split(_product("nbhtk,nbhrvk->nbhrtv", both, starts), 2, axis=4)
+        writes = _matmul(inverse, beta[..., None] * (v - since[..., None] * found))
     else:
-        right = jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
-        solved = _solve(system, beta[..., None] * right)
-        state, starts, writes = _carry(state, solved[..., :V], solved[..., V:], k, held, since)
+        values = _matmul(inverse, beta[..., None] * v)
+        keys = _matmul(inverse, (beta * since)[..., None] * k[:, :, :, None])
+        state, starts, writes = _carry(state, values, keys, k, held, since)
+        read = _product("nbhtk,nbhrvk->nbhrtv", q, starts)
 
-    out = since[..., None] * _product("nbhtk,nbhrvk->nbhrtv", q, starts)
-    out = out + _product("...tj,...jv->...tv", weights, writes)
+    out = since[..., None] * read + _matmul(weights, writes)
     out = jnp.moveaxis(out, (1, 0, 4), (0, 1, 2)).reshape(B, N * C, HV, V)[:, :T].astype(dtype)
     if keep == "rows":
-        rows = since[..., None, None] * starts[:, :, :, :, None]
-        for j in range(C):
-            write = writes[..., j, None, :, None] * k[:, :, :, None, j, None, None, :]
-            rows = rows + held[..., j, None, None] * write
-        return out, jnp.moveaxis(rows, (1, 0, 4), (0, 1, 2)).reshape(B, N * C, HV, V, K)[:, :T]
+        held, since = jnp.moveaxis(held, 4, 2), jnp.moveaxis(since, 4, 2)
+        rows = since[..., None, None] * starts[:, :, None]  # [N, B, C, HK, R, V, K]
+        writes, keys = writes[:, :, None, ..., None], k[:, :, None, :, None, :, None]  # [N, B, 1, HK, R | 1, C, V, K]
+        rows = rows + jnp.sum(held[..., None, None] * writes * keys, axis=5)
+        return out, jnp.moveaxis(rows, 0, 1).reshape(B, N * C, HV, V, K)[:, :T]
     if N == 1:
-        write = held[..., -1, :, None] * writes
-        state = since[0, ..., -1, None, None] * state + _product("nbhrjv,nbhjk->nbhrvk", write, k)[0]
+        write = held[0, ..., -1, :, None] * writes[0]
+        state = since[0, ..., -1, None, None] * state + _product("bhrjv,bhjk->bhrvk", write, k[0])
     return out, state.reshape(B, HV, V, K)
 
 
@@ -153,12 +158,19 @@ def _product(spec, x, y):
     return jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
 
 
+def _matmul(x, y):
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
 def _decays(log_decay):
     """D [..., C, C], zeros above the diagonal, and d [..., C]."""
     C = log_decay.shape[-1]
     t, i, j = np.ogrid[:C, :C, :C]
-    between = ((j < i) & (i <= t)).transpose(1, 0, 2).reshape(C, C * C).astype(np.float32)
-    sums = _product("...i,is->...s", log_decay, between).reshape(*log_decay.shape, C)
+    between = ((j < i) & (i <= t)).transpose(1, 0, 2).astype(np.float32)
+    if C <= _WHOLE:
+        sums = sum(log_decay[..., i, None, None] * between[i] for i in range(C))
+    else:
+        sums = _product("...i,is->...s", log_decay, between.reshape(C, C * C)).reshape(*log_decay.shape, C)
     since = jnp.exp(sums[..., 0] + log_decay[..., :1])
     return jnp.where(np.tri(C, dtype=bool), jnp.exp(sums), 0), since
 
@@ -176,46 +188,31 @@ def _carry(state, values, keys, k, held, since):
     return state, starts, writes
 
 
-def _solve(system, right):
-    """X of (I + system) X = right; system [..., C, C] is strictly lower triangular."""
-    if system.shape[-1] <= _UNROLLED:
-        return _eliminate(system, right)
-    return _product("...tj,...jv->...tv", _inverse(system), right)
-
-
-def _eliminate(system, right):
-    rows = []
-    for t in range(system.shape[-1]):
-        rows.append(right[..., t, :] - sum(system[..., t, j, None] * rows[j] for j in range(t)))
-    return jnp.stack(rows, axis=-2)
-
-
 @jax.custom_jvp
 def _inverse(system):
-    """(I + system)^-1: blocks on the diagonal row by row, then twice as large blocks from pairs of them.
+    """(I + system)^-1 of strictly lower triangular matrices [..., C, C], from the inverses of blocks on the diagonal.
 
-    The sum of powers of A would be shorter, but for keys alike its terms grow like binomials and cancel; the inverse of
-    every block is as tame as the rule itself.
+    The sum of powers of A would be as short, but for keys alike its terms grow like binomials and cancel; the inverse
+    of every block is as tame as the rule itself.
     """
     C = system.shape[-1]
-    size = _UNROLLED
-    full = size << max(0, (C - 1) // size).bit_length()
-    system = jnp.pad(system, ((0, 0),) * (system.ndim - 2) + ((0, full - C),) * 2)
-    count = full // size
-    blocks = jnp.stack([system[..., s : s + size, s : s + size] for s in range(0, full, size)], axis=-3)
-    blocks = _eliminate(blocks, jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), blocks.shape))
-    inverse = (blocks[..., :, :, None, :] * np.eye(count, dtype=np.float32)[:, None, :, None]).reshape(system.shape)
-    row, column = np.ogrid[:full, :full]
-    while size < full:
-        below = (row // size % 2 == 1) & (column // size == row // size - 1)
-        left = _product("...tj,...jv->...tv", jnp.where(below, system, 0), inverse)
-        inverse = inverse - _product("...tj,...jv->...tv", inverse, left)
-        size *= 2
-    return inverse[..., :C, :C]
+    if C > _WHOLE and C % 2 == 0:
+        half = C // 2
+        upper, lower = _inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+        corner = -_product("...ti,...ij->...tj", lower, _matmul(system[..., half:, :half], upper))
+        return jnp.block([[upper, jnp.zeros_like(upper)], [corner, lower]])
+    row, column = np.ogrid[:C, :C]
+    inverse, size = jnp.eye(C, dtype=system.dtype), 1
+    while size < C:  # blocks of `size` are done: pairs of them become blocks of twice the size
+        corners = jnp.where((row // size % 2 == 1) & (column // size == row // size - 1), system, 0)
+        if size > 1:
+            corners = _matmul(inverse, _matmul(corners, inverse))
+        inverse, size = inverse - corners, 2 * size
+    return jnp.broadcast_to(inverse, system.shape)
 
 
 @_inverse.defjvp
 def _inverse_jvp(primals, tangents):
     inverse = _inverse(*primals)
-    moved = _product("...tj,...jv->...tv", tangents[0], inverse)
-    return inverse, -_product("...tj,...jv->...tv", inverse, moved)
+    moved = _matmul(tangents[0], inverse)
+    return inverse, -_matmul(inverse, moved)
