@@ -7,15 +7,18 @@ import jax
 import numpy as np
 import quick_compile
 
-from jaxspec.cache import LayerSpec, PoolLayout, init_pool, init_unified
+from jaxspec.cache import LayerSpec, PoolLayout, StatePart, StateSpec, init_pool, init_unified
 
 LANES = 40  # of `grow`, most of them padding, so that one program serves many cases
 
 
-def pool(page_size, full_layers, swa_layers, *, full=9, swa=7, extra=0):
-    """A layer takes two units of a token's entry. `extra` units at the top are no whole page."""
+def pool(page_size, full_layers, swa_layers, state_units=0, *, full=9, swa=7, states=2, extra=0):
+    """A layer takes two units of a token's entry. A state takes `state_units`, an even number; 0 for a model without
+    states. `extra` units at the top are no whole page."""
     layers = [LayerSpec(1, 4)] * full_layers + [LayerSpec(1, 4, 8, "swa")] * swa_layers
-    layout = PoolLayout.for_pages(layers, full=full, swa=swa, page_size=page_size)
+    if state_units:
+        layers.append(StateSpec((StatePart("conv", (4,)), StatePart("temporal", (state_units - 1, 4)))))
+    layout = PoolLayout.for_pages(layers, full=full, swa=swa, state=states, page_size=page_size)
     return dataclasses.replace(layout, units=layout.units + extra)
 
 
@@ -24,14 +27,15 @@ def state(layout, *, rows=3, columns=5, seed=None):
 
 
 @functools.partial(jax.jit, static_argnames="max_new", compiler_options=quick_compile.options())
-def give(pages, cache, rows, lengths, *, max_new):
-    return pages.allocate(cache, rows, lengths, max_new=max_new)
+def give(pages, cache, rows, lengths, least, *, max_new):
+    return pages.allocate(cache, rows, lengths, max_new=max_new, least=least)
 
 
-def grow(pages, cache, wishes, *, ok=True, max_new=12):
+def grow(pages, cache, wishes, *, ok=True, max_new=12, least=None):
     """Asks for {row: length}, says whether that must be granted, and returns state and pool."""
-    lanes = np.zeros((2, LANES), np.int32)
-    lanes[:, : len(wishes)] = list(wishes), list(wishes.values())
+    lanes = np.zeros((3, LANES), np.int32)
+    lengths = list(wishes.values())
+    lanes[:, : len(wishes)] = list(wishes), lengths, lengths if least is None else least
     pages, cache, granted = give(pages, cache, *lanes, max_new=max_new)
     assert granted == ok
     return pages, cache
@@ -55,9 +59,9 @@ def same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def round_of_pages(carried, rows, lengths, ended):
+def round_of_pages(carried, rows, lengths, ended, backend=None):
     """What a round does to the pages."""
     pages, cache = carried
-    pages, cache, ok = pages.allocate(cache, rows, lengths, max_new=3)
+    pages, cache, ok = pages.allocate(cache, rows, lengths, max_new=3, least=lengths - 4, backend=backend)
     pages = pages.retire(rows, lengths, 6, max_retired=2, prefix_sharing=True)
     return (pages.release(ended), cache), ok

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.cache.layout import PoolLayout
-from jaxspec.cache.pages import UNBOUND
+from jaxspec.cache.pages import UNBOUND, read_first
 
 Array = jax.Array
 OWNER, HOLE, PLACE = 0, 1, 2  # rows of UnifiedPages.physical
@@ -31,15 +31,6 @@ def columns(layout: PoolLayout) -> np.ndarray:
     """int32[K], column of each kind's page 0 in `UnifiedPages.physical`."""
     pages = [layout.num_pages(kind) for kind in layout.kinds]
     return np.cumsum([0, *pages[:-1]], dtype=np.int32)
-
-
-def read_first(values: Array, table: Array) -> tuple[Array, Array]:
-    """Both as they are, and what is written to the table from here on is written after the values were read from it.
-
-    Left to itself, XLA may move a read behind a write, and must then copy the whole table. For the same reason writes
-    of `v2p` take from the values read which lanes are dead: some versions heed nothing else.
-    """
-    return lax.optimization_barrier((values, table))
 
 
 def make_room(pages, buffer: Array, demand: Array) -> tuple:
@@ -57,16 +48,13 @@ def make_room(pages, buffer: Array, demand: Array) -> tuple:
     layout = pages.layout
     if layout.kinds == ("full",):
         return pages, buffer
-    if pages.has_swa and pages.has_state:
-        # An empty span is anywhere.
-        parked = jnp.where(pages.span[SWA] == 0, _lowest(pages, demand), pages.swa_low)
-        pages = pages.replace(counters=pages.counters.at[2].set(parked))
 
     def busy(carry):
         lacking, vacating, *_ = _judge(carry[0], demand)
         return lacking | vacating
 
-    return lax.while_loop(busy, lambda carry: _turn(*carry, demand), (pages, buffer))
+    pages, buffer = lax.while_loop(busy, lambda carry: _turn(*carry, demand), (pages, buffer))
+    return pages.replace(counters=pages.counters.at[2].set(_swa_low(pages, demand))), buffer
 
 
 def _states_end(pages, demand: Array) -> Array | int:
@@ -81,6 +69,13 @@ def _lowest(pages, demand: Array) -> Array:
     return -(-_states_end(pages, demand) // pages.layout.page_units("swa"))
 
 
+def _swa_low(pages, demand: Array) -> Array:
+    """The first page of the SWA span. One without pages is wherever it is wanted, above the states."""
+    if not (pages.has_swa and pages.has_state):
+        return pages.swa_low
+    return jnp.where(pages.span[SWA] == 0, _lowest(pages, demand), pages.swa_low)
+
+
 def _judge(pages, demand: Array) -> tuple[Array, Array, Array, Array]:
     """Four bool[]: whether the kinds still lack room between them; whether SWA must leave its lowest page to the
     states; whether it could spare a hole; whether it could take one in."""
@@ -90,7 +85,7 @@ def _judge(pages, demand: Array) -> tuple[Array, Array, Array, Array]:
     no = jnp.bool_(False)
     if not pages.has_swa:
         return _states_end(pages, demand) > room, no, no, no
-    lowest, low, span = _lowest(pages, demand), pages.swa_low, pages.span[SWA]
+    lowest, low, span = _lowest(pages, demand), _swa_low(pages, demand), pages.span[SWA]
     # The pages that it must leave cost as many holes, or as many new pages at the other end.
     left = jnp.minimum(jnp.maximum(lowest - low, 0), span)
     kept = spare[SWA] - left
