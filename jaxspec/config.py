@@ -106,6 +106,12 @@ class SpecConfig:
         return self.num_draft_tokens * (2 if self.memory == "unified" else 1)
 
     @property
+    def hand_out(self) -> int:
+        """Rows that a request gets pages for when some request is short of `reserve`. With unified memory half a page
+        more, while there are pages enough, so that most rounds hand out nothing."""
+        return self.reserve + (self.page_size // 2 if self.memory == "unified" else 0)
+
+    @property
     def rows(self) -> int:
         """R, request rows: the sink row 0 and one for each batch slot."""
         return self.batch_size + 1

@@ -19,10 +19,32 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Array = jax.Array
 VIRTUAL, FULL, SWA = 0, 1, 2
 UNBOUND = -1
+
+
+def read_first(values: Array, table: Array) -> tuple[Array, Array]:
+    """Both as they are, and what is written to the table from here on is written after the values were read from it.
+
+    Left to itself, XLA may move a read behind a write, and must then copy the whole table. For the same reason writes
+    of `v2p` take from the values read which lanes are dead: some versions heed nothing else.
+    """
+    return lax.optimization_barrier((values, table))
+
+
+def run_if(condition: Array, function, *operands):
+    """`function(*operands)` where bool[] `condition`, else the operands as they are, which the result must resemble.
+
+    A loop of one turn or none: XLA runs it in place, where around a conditional it copies what either branch writes.
+    """
+
+    def turn(carry):
+        return jnp.bool_(False), function(*carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], turn, (condition, operands))[1]
 
 
 @flax.struct.dataclass
@@ -133,9 +155,10 @@ class Pages:
         column = start[:, None] + jnp.arange(max_retired, dtype=jnp.int32)
         due = column < stop[:, None]
         virtual = jnp.where(due, self.page_table[req_rows[:, None], jnp.where(due, column, 0)], 0)
-        free, count = _push(self, (SWA,), (self.v2p[virtual, 1],), (due,))
+        bound, v2p = read_first(self.v2p[virtual, 1], self.v2p)
+        free, count = _push(self, (SWA,), (bound,), (due,))
         return self.replace(
-            v2p=self.v2p.at[virtual, 1].set(jnp.where(due, UNBOUND, 0)),
+            v2p=v2p.at[virtual, 1].set(jnp.where(bound == 0, 0, UNBOUND)),
             free=free,
             free_count=count,
             rows=self.rows.at[1, req_rows].set(stop),
@@ -153,7 +176,7 @@ class Pages:
         column = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         owned = ended[:, None] & (column < self.num_pages[:, None])  # [R, P]
         virtual = jnp.where(owned, self.page_table, 0)
-        physical = self.v2p[virtual]
+        physical, v2p = read_first(self.v2p[virtual], self.v2p)
         full, windowed = physical[..., 0], physical[..., 1]
         if self.has_swa:
             kinds, ids = (VIRTUAL, FULL, SWA), (virtual, full, windowed)
@@ -162,7 +185,7 @@ class Pages:
             free, count = _push(self, (VIRTUAL, FULL), (virtual, full), (owned, owned))
         return self.replace(
             page_table=jnp.where(ended[:, None], 0, self.page_table),
-            v2p=self.v2p.at[virtual].set(jnp.where(owned[..., None], UNBOUND, 0)),
+            v2p=v2p.at[virtual].set(jnp.where(physical == 0, 0, UNBOUND)),
             free=free,
             free_count=count,
             rows=jnp.where(ended, 0, self.rows),

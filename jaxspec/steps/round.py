@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import Pages
+from jaxspec.cache.pages import run_if
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
 from jaxspec.metadata.ids import unmarked
@@ -114,9 +115,10 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
-    reach = jnp.minimum(requests.seq_len[1:] + config.reserve, config.context_len)
-    least = jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len)
-    max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
+    least, reach = (
+        jnp.minimum(requests.seq_len[1:] + ahead, config.context_len) for ahead in (config.reserve, config.hand_out)
+    )
+    max_new = min(-(-config.hand_out // config.page_size) + 1, config.pages_per_row)
     pages, cache, enough = state.pages.allocate(
         state.cache, rows, reach, max_new=max_new, least=least, backend=config.kernel_backend
     )
@@ -333,7 +335,10 @@ def free_pages(spec, requests: Requests, pages: Pages, rows: Array, *, max_advan
     if window is not None:
         max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
         pages = pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
-    return pages.release((requests.status == FINISHED) & (pages.num_pages > 0))
+    ended = (requests.status == FINISHED) & (pages.num_pages > 0)
+    # Few rounds end a request; the others need not look at every page of every row.
+    (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), pages)
+    return pages
 
 
 def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:
