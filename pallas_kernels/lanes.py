@@ -47,6 +47,7 @@ bit for bit, to an array of the same dtype, as can constants. Rules:
 import abc
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -135,3 +136,18 @@ class Lanes(abc.ABC):
         A carry is one int32 scalar that the step computes, or None.
         """
         return lax.fori_loop(lower, upper, step, carry)
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """Floats of 16 bits or fewer as integers, to be moved: XLA for CPUs may go through float32 and change NaNs.
+
+    A cell that holds half of a wider number may look like such a NaN.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize > 2:
+        return array
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+
+
+def from_bits(array: jax.Array, dtype) -> jax.Array:
+    """The inverse of `as_bits`."""
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels import backend as backends
 from pallas_kernels import operands
 from pallas_kernels.buffers import describe
-from pallas_kernels.lanes import Lanes
+from pallas_kernels.lanes import Lanes, as_bits, from_bits
 from pallas_kernels.operands import Inputs
 from pallas_kernels.views import Section
 
@@ -147,7 +147,7 @@ class PageZero:
             lanes.store(outs[0], (page * units + unit, cell - unit * width), 0, unit < units)
 
     def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        (buffer,), listed = outputs, self.pages.read(inputs)
+        buffer, listed = as_bits(outputs[0]), self.pages.read(inputs)
         for pages, units, last in zip(listed, self.page_units, self.last, strict=True):
             live = (pages > 0) & (pages <= last)
             (first,) = jnp.nonzero(live, size=live.size, fill_value=0)  # the entries in use, before the others
@@ -157,7 +157,7 @@ class PageZero:
                 return lax.dynamic_update_slice(buffer, zeros, (pages[first[rank]] * units, jnp.int32(0)))
 
             buffer = lax.fori_loop(jnp.int32(0), live.sum(dtype=jnp.int32), turn, buffer)
-        return (buffer,)
+        return (from_bits(buffer, outputs[0].dtype),)
 
 
 def _check_units(page_units, kinds: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
-from pallas_kernels.lanes import Lanes
+from pallas_kernels.lanes import Lanes, as_bits, from_bits
 from pallas_kernels.operands import Inputs
 from pallas_kernels.views import Array, Section, View, row_major, section
 
@@ -157,7 +157,7 @@ class StateScatter:
         return (step >= 0) & (step < self.D) & (slot >= 0) & (slot < self.out.shape[1])
 
     def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        steps, slots, states = self.step.read(inputs), self.slot.read(inputs), inputs[2]
+        steps, slots, states = self.step.read(inputs), self.slot.read(inputs), as_bits(inputs[2])
         live = self._live(steps, slots)
         steps, slots = jnp.where(live, steps, 0), jnp.where(live, slots, 0)
 
@@ -166,14 +166,7 @@ class StateScatter:
             place = [jnp.int32(i) for i in self.out.index(layer, slots[b], 0, 0)]
             new = lax.dynamic_slice(states, (item * self.D + steps[b], jnp.int32(0)), (1, self.size))
             old = lax.dynamic_slice(buffer, place, self.out.shape[4 - buffer.ndim :])
-            kept = jnp.where(live[b], _bits(new).reshape(old.shape), _bits(old))
-            return lax.dynamic_update_slice(buffer, lax.bitcast_convert_type(kept, buffer.dtype), place)
+            return lax.dynamic_update_slice(buffer, jnp.where(live[b], new.reshape(old.shape), old), place)
 
-        return (lax.fori_loop(jnp.int32(0), jnp.int32(self.L * self.B), turn, outputs[0]),)
-
-
-def _bits(array: jax.Array) -> jax.Array:
-    """Floats as integers: choosing between NaNs might change them, and half of a wider number may look like one."""
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+        after = lax.fori_loop(jnp.int32(0), jnp.int32(self.L * self.B), turn, as_bits(outputs[0]))
+        return (from_bits(after, outputs[0].dtype),)

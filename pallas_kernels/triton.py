@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.lanes import Lanes, Operation
+from pallas_kernels.lanes import Lanes, Operation, as_bits, from_bits
 
 try:
     from jax.experimental.pallas import triton as pltriton
@@ -43,20 +43,27 @@ def unavailable() -> str | None:
 
 def launch(operation: Operation, inputs: tuple, outputs: tuple, *, interpret: bool = False) -> tuple:
     """Run all programs of the operation in one launch; the results alias `outputs`."""
+    for x in () if interpret else (*inputs, *outputs):
+        # Pallas indexes an array of up to 4 GiB by 32 bits, which Triton reads as signed.
+        if x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32:
+            raise ValueError(
+                f"{operation.name} is given {x.dtype}{list(x.shape)} of more than 2^31 bytes, which Triton cannot "
+                "index: use wider elements, or backend='mosaic'"
+            )
 
     def kernel(*refs):
         outs = refs[len(inputs) + len(outputs) :]
         operation.body(LANES, pl.program_id(0), refs[: len(inputs)], outs)
 
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=(operation.programs,),
-            name=operation.name,
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-            input_output_aliases={len(inputs) + i: i for i in range(len(outputs))},
-            # Always passed: without them jax 0.10 would lower through Mosaic GPU instead.
-            compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
-            interpret=interpret,
-        )(*inputs, *outputs)
-    )
+    operands = tuple(map(as_bits, (*inputs, *outputs))) if interpret else (*inputs, *outputs)
+    results = pl.pallas_call(
+        kernel,
+        grid=(operation.programs,),
+        name=operation.name,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[len(inputs) :]],
+        input_output_aliases={len(inputs) + i: i for i in range(len(outputs))},
+        # Always passed: without them jax 0.10 would lower through Mosaic GPU instead.
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+    )(*operands)
+    return tuple(from_bits(x, out.dtype) for x, out in zip(results, outputs, strict=True))

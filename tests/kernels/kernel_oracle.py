@@ -157,3 +157,47 @@ def extend_locs(out, start, end, req_rows, source, *, granularity="token", page_
                 virtual = virtual_token(source, granularity, page_size, req_rows[b], position)
                 out[cell] = 0 if virtual is None else virtual
             cell += 1
+
+
+def replay(out, req_rows, slot_of_req, *, valid, v2p=None):
+    """State slots; clears the padded rows of req_rows. `valid` is a mask or a number of requests."""
+    for b, row in enumerate(req_rows):
+        real = b < valid if np.ndim(valid) == 0 else valid[b]
+        slot = slot_of_req[row] if real and 0 <= row < len(slot_of_req) else -1
+        if v2p is not None:
+            slot = v2p[slot] if 0 <= slot < len(v2p) else -1
+        out[b] = slot if slot >= 0 else -1
+        if not real:
+            req_rows[b] = 0
+
+
+def commit_track(accept_lens, seq_lens, *, num_draft_tokens, interval=None, accept_index=None):
+    """(last_step, track_step), found by walking over the accepted tokens one by one."""
+    last, track = [], []
+    for b, (accepted, length) in enumerate(zip(accept_lens, seq_lens, strict=True)):
+        last.append(-1)
+        track.append(-1)
+        for i in range(int(accepted)):
+            node = i if accept_index is None else int(accept_index[b][i]) - b * num_draft_tokens
+            last[b] = node
+            if interval is not None and (int(length) + i + 1) % interval == 0:
+                track[b] = node
+    return last, track
+
+
+def scatter_states(out, src, step, dst_index):
+    """out[l, slot] = src[l, b, step]; out has the shape [L, slots, *inner]."""
+    layers, _, rows = src.shape[:3]
+    for b, (kept, slot) in enumerate(zip(step, dst_index, strict=True)):
+        if 0 <= kept < rows and 0 <= slot < out.shape[1]:
+            for layer in range(layers):
+                out[layer, slot] = src[layer, b, kept]
+
+
+def zero_pages(buffer, pages, page_units):
+    """Pages 1 and on of each kind, where they lie inside the buffer."""
+    for listed, units in zip(pages, page_units, strict=True):
+        for page in map(int, listed):
+            if page > 0 and (page + 1) * units <= len(buffer):
+                for unit in range(page * units, (page + 1) * units):
+                    buffer[unit] = 0
