@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from pallas_kernels import checked, mosaic, page_zero
+from pallas_kernels import KernelFault, checked, mosaic, page_zero
 
 module = importlib.import_module("pallas_kernels.page_zero")
 each_backend = pytest.mark.parametrize("backend", cases.EVERY_BACKEND)
@@ -115,6 +115,12 @@ def test_checked_in_tiny_blocks(data):
         pages = disjoint(rng, units, page_units, data.draw(st.integers(1, 12)))
         with checked.declare(seed=data.draw(st.integers(0, 99))):
             check(rng.integers(1, 99, (units, width)).astype(np.int16), pages, page_units, "checked")
+
+
+def test_checked_stops_a_page_past_the_buffer(monkeypatch):
+    monkeypatch.setattr(module.PageZero, "last", (9,))
+    with pytest.raises(KernelFault, match=r"store out of range of out 0\[10, 4\]: \(10, 0\)"):
+        run(np.ones((10, 4), np.float32), [[2]], (4,), "checked")
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)

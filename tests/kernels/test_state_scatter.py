@@ -15,7 +15,7 @@ import quick_compile
 from kernel_cases import int32
 from numpy.lib.stride_tricks import as_strided
 
-from pallas_kernels import View, checked, mosaic, state_scatter
+from pallas_kernels import KernelFault, View, checked, mosaic, state_scatter
 
 module = importlib.import_module("pallas_kernels.state_scatter")
 each_backend = pytest.mark.parametrize("backend", cases.EVERY_BACKEND)
@@ -144,6 +144,13 @@ def test_checked_reads_nothing_but_the_accepted_states(seed, monkeypatch):
             dead[:, b, step[b]] = False
     with checked.declare(dead={"src": dead.reshape(-1, size)}, seed=seed):
         check(src, step, slot, random_bits(rng, np.float32, layers, 6, size), "checked")
+
+
+@pytest.mark.parametrize(("step", "slot"), [(-1, 0), (4, 0), (0, -1), (3, 4)])
+def test_checked_stops_a_kernel_that_skips_no_row(step, slot, monkeypatch):
+    monkeypatch.setattr(module.StateScatter, "_live", lambda self, step, slot: step == step)
+    with pytest.raises(KernelFault, match=r"out of range of (src\[4, 3\]|out 0\[4, 3\])"):
+        run(np.zeros((1, 1, 4, 3), np.float32), int32(step), int32(slot), np.zeros((1, 4, 3), np.float32), "checked")
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
