@@ -22,7 +22,7 @@ owns it, nothing depends on what it holds.
 """
 
 from jaxspec.attention import attend, paged_attention
-from jaxspec.cache import KVCache, LayerSpec
+from jaxspec.cache import KVCache, LayerSpec, StatePart, StateSpec
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, NgramDrafter
 from jaxspec.errors import InputError
@@ -30,11 +30,15 @@ from jaxspec.generation import Generation, RequestResult, generate
 from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
 from jaxspec.models import Checkpoint, Model, embedded_names, from_qwen3
 from jaxspec.models import load as load_model
+from jaxspec.recurrent import gated_delta, recur, short_conv
 from jaxspec.steps import (
+    Admission,
     Params,
+    PoolConfig,
     SpecState,
     SpecStep,
     StepOutput,
+    admit,
     commit,
     compiler_options,
     draft,
@@ -49,6 +53,7 @@ from jaxspec.steps import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Admission",
     "Checkpoint",
     "DecodeMetadata",
     "DraftContext",
@@ -64,19 +69,24 @@ __all__ = [
     "Model",
     "NgramDrafter",
     "Params",
+    "PoolConfig",
     "RequestResult",
     "SpecConfig",
     "SpecState",
     "SpecStep",
+    "StatePart",
+    "StateSpec",
     "StepOutput",
     "VerifyMetadata",
     "WriteWindow",
+    "admit",
     "attend",
     "commit",
     "compiler_options",
     "draft",
     "embedded_names",
     "from_qwen3",
+    "gated_delta",
     "generate",
     "init_state",
     "load_model",
@@ -84,6 +94,8 @@ __all__ = [
     "paged_attention",
     "prefill",
     "prepare",
+    "recur",
     "requests_of",
+    "short_conv",
     "verify",
 ]

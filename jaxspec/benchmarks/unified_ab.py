@@ -2,7 +2,8 @@
 
 The static arm has a pool for each kind of page, the SWA pool `swa_ratio` times as large as the FULL pool in tokens. Its
 SWA pool is what all requests need at once, so the FULL pool is larger than they need: what a fixed ratio wastes. The
-unified arm has one pool of as many bytes, the draft's buffers counted, since its lanes hold the draft's rows.
+same holds of the states of a model with recurrent layers, `state_ratio` times the bytes of K and V. The unified arm
+has one pool of as many bytes, the draft's buffers counted, since its lanes hold the draft's rows.
 
     warm-up      each arm, a few tokens: compiles the programs that are timed, and runs them once
     exact run    each arm, with log-probabilities
@@ -38,6 +39,7 @@ from jaxspec import (
     load_model,
 )
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
+from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.drafting import Drafter
 from jaxspec.models import Checkpoint, embedded_path
 from jaxspec.steps.memory import memory_bytes
@@ -59,6 +61,9 @@ class Settings:
     num_draft_tokens: int = setting(8, "D, tokens verified per request and round.", least=1)
     page_size: int = setting(128, "Tokens a page, a power of two.", least=1)
     swa_ratio: float = setting(0.1, "Tokens of the static arm's SWA pool / those of its FULL pool.", least=1e-6, most=1)
+    state_ratio: float = setting(
+        0.1, "Bytes of the static arm's states, if the model has any, / those of its K and V.", least=1e-6, most=1
+    )
     warmup_tokens: int = setting(128, "Tokens a completion in the warm-up of each arm.", least=1)
     runs: int = setting(2, "Throughput runs of each arm, the arms in turn.", least=1)
     seed: int = setting(1234, "Seed of the prompts.", least=0)
@@ -127,7 +132,7 @@ def prepare(settings: Settings) -> Experiment:
         max_new_tokens=settings.max_new_tokens,
         page_size=settings.page_size,
     )
-    configs = size_arms(target.model, drafter, base, settings.swa_ratio)
+    configs = size_arms(target.model, drafter, base, settings.swa_ratio, settings.state_ratio)
     for config in configs.values():
         jax.eval_shape(lambda config=config: init_state(target.model, drafter, config, prompts))  # complains now
     warmup_tokens = min(settings.warmup_tokens, settings.max_new_tokens)
@@ -155,24 +160,38 @@ def draw_prompts(target: Checkpoint, count: int, length: int, seed: int) -> list
     return prompts
 
 
-def size_arms(target: Model, drafter: Drafter, base: SpecConfig, swa_ratio: float) -> dict[str, SpecConfig]:
+def size_arms(
+    target: Model, drafter: Drafter, base: SpecConfig, swa_ratio: float, state_ratio: float = 1.0
+) -> dict[str, SpecConfig]:
     """Configurations of both arms and of plain `generate`, which is `base`: static pools of just what is needed.
 
     The static arm's SWA pool is at least what `base` asks for, its FULL pool as many tokens as `swa_ratio` makes of
-    that, at least what `base` asks for. The unified arm's pool has the bytes of all the static arm's K/V buffers.
+    that, at least what `base` asks for, and at least as large as makes the states, one a request row, `state_ratio` of
+    the bytes of K and V. The unified arm's pool has the bytes of all the static arm's buffers.
     """
-    full, swa = base.full_pages() - 1, base.swa_pages(target.swa_window) - 1  # without the sinks
-    if target.swa_window is not None:
-        ratio = fractions.Fraction(str(swa_ratio))
-        full = max(full, math.ceil(swa / ratio))
-        swa = min(math.ceil(full * ratio), full)
-    static = dataclasses.replace(base, num_pages=1 + full, num_swa_pages=1 + swa)
+    least, windows = base.full_pages() - 1, base.swa_pages(target.swa_window) - 1  # without the sinks
+    ratio = fractions.Fraction(str(swa_ratio))
+
+    def sized(full: int) -> SpecConfig:
+        """The static arm with so many FULL pages."""
+        swa = windows if target.swa_window is None else min(max(windows, math.ceil(full * ratio)), full)
+        return dataclasses.replace(base, num_pages=1 + full, num_swa_pages=1 + swa)
+
+    full = least if target.swa_window is None else max(least, math.ceil(windows / ratio))
+    states = base.rows * sum(
+        part.nbytes for spec in target.layers if spec.carries == ACCUMULATED for part in spec.parts
+    )
+    wanted = states * (1 + 1 / state_ratio)
+    have, more = (kv_bytes(target, drafter, sized(count)) for count in (full, full + base.page_size))
+    if have < wanted:
+        full += math.ceil((wanted - have) / ((more - have) / base.page_size))
+    static = sized(full)
     unified = dataclasses.replace(base, memory="unified", pool_bytes=kv_bytes(target, drafter, static))
     return {"static": static, "unified": unified, PLAIN: base}
 
 
 def kv_bytes(target: Model, drafter: Drafter, config: SpecConfig) -> int:
-    """Bytes of all K/V buffers that a configuration makes, the drafter's included. Makes none."""
+    """Bytes of all buffers of K, V and states that a configuration makes, the drafter's included. Makes none."""
     sizes = []
 
     def measure():

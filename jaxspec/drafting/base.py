@@ -54,6 +54,9 @@ class Drafter(Protocol):
     A drafter that keeps K and V of its own may have them in a unified pool: then it has an attribute `cache_layers`, a
     `LayerSpec` for each of its layers, all stored in "full", and its state a field `cache`, which holds its view of the
     pool during `prefill` and `propose`, to be written and handed back, and None otherwise.
+
+    Its `algorithm`, if it has that attribute, is the row of the table in `jaxspec.admit` that it is judged by; without
+    one it is judged as "draft_lm".
     """
 
     def init(self, config: SpecConfig) -> Any:

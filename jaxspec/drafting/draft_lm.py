@@ -10,6 +10,7 @@ same row again) and yields the first proposal. Further proposals take one row ea
 """
 
 import dataclasses
+from typing import ClassVar
 
 import flax.struct
 import jax
@@ -52,8 +53,14 @@ class DraftLM:
     """
 
     model: Model
+    algorithm: ClassVar[str] = "draft_lm"
 
     def __post_init__(self):
+        if self.model.has_state:
+            raise ValueError(
+                "the draft model has recurrent layers: a draft is never rolled back, so its layers must be attention "
+                "layers; choose another draft model"
+            )
         if any(spec.storage != "full" for spec in self.model.layers):
             raise ValueError(
                 "draft layers must be stored in 'full' pages: build the draft with from_qwen3(module, swa_pages=False)"

@@ -1,6 +1,7 @@
 """Prompt lookup: what followed the last time these tokens were seen."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -27,6 +28,7 @@ class NgramDrafter:
 
     max_ngram: int = 4
     min_ngram: int = 1
+    algorithm: ClassVar[str] = "ngram"
 
     def __post_init__(self):
         if not 1 <= self.min_ngram <= self.max_ngram <= _LONGEST:

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxspec.cache.layers import POSITION
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter, DraftLM
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
+from jaxspec.steps.admission import admit
 from jaxspec.steps.prefill import prefill
 from jaxspec.steps.round import StepOutput, run_round
 from jaxspec.steps.state import SpecState
@@ -93,7 +95,8 @@ def make_spec_step(
       options: XLA options for the compiled functions; `compiler_options()` by default.
 
     Raises:
-      InputError: the draft model's vocabulary or context does not match the target's.
+      InputError: the draft model's vocabulary or context does not match the target's, or `jaxspec.admit` denies the
+        combination.
 
     Example:
       >>> import jaxspec
@@ -111,6 +114,13 @@ def make_spec_step(
         raise InputError(f"drafter={drafter!r}: give an instance, jaxspec.NgramDrafter() say, or None")
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
+    lanes = tuple(getattr(drafter, "cache_layers", ()))
+    admit(
+        "none" if drafter is None else getattr(drafter, "algorithm", "draft_lm"),
+        memory=config.memory,
+        kinds={"full", *(spec.storage if spec.carries == POSITION else "state" for spec in (*target.layers, *lanes))},
+        fuses=bool(lanes),
+    ).require()
     if isinstance(drafter, DraftLM):
         draft = drafter.model
         if draft.vocab_size != target.vocab_size:
