@@ -55,11 +55,13 @@ class PoolModel:
     def lacking(self, row, length):
         return max(-(-length // self.layout.page_size) - len(self.owned[row]), 0)
 
-    def due(self, wishes, least):
-        """The wishes {row: length} if a row has no state or less than its `least` {row: length}, else none."""
-        page = self.layout.page_size
-        short = any(len(self.owned[row]) * page < least[row] for row in wishes)
-        return wishes if short or self.stateless(wishes) else {}
+    def plan(self, wishes, max_new, least=None):
+        """What is granted to rows that want room for so many tokens, and must have room for `least`: {row: length}, or
+        None. Where all have that, and their states, it is nothing."""
+        least = least or wishes
+        if not any(self.lacking(row, least[row]) for row in wishes) and not self.stateless(wishes):
+            return {}
+        return next((plan for plan in (wishes, least) if self.grants(plan, max_new)), None)
 
     def stateless(self, rows):
         return [row for row in rows if self.stateful and row not in self.slot]

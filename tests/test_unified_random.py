@@ -136,13 +136,13 @@ class Machine:
             wishes = {int(row): int(n) for row, n in zip(rows[step], lengths[step], strict=True) if row}
             new = []
             if codes[step] == ALLOCATE:
-                wishes = model.due(wishes, dict(zip(rows[step].tolist(), least[step].tolist(), strict=True)))
-                granted = model.grants(wishes, MAX_NEW)
-                assert now["ok"] == granted
-                if granted:
-                    new = model.adopt(wishes, now["pages"])
-                else:
+                floor = {int(row): int(n) for row, n in zip(rows[step], least[step], strict=True) if row}
+                plan = model.plan(wishes, MAX_NEW, floor)
+                assert now["ok"] == (plan is not None)
+                if plan is None:
                     refused += 1
+                else:
+                    new = model.adopt(plan, now["pages"])
             elif codes[step] == RELEASE:
                 for row in np.flatnonzero(ended[step][1:]) + 1:
                     model.release(int(row))
