@@ -128,6 +128,61 @@ def test_comparison_sees_a_window_that_is_one_key_off(tmp_path):
     assert np.abs(our_logits(tmp_path, tokens) - expected)[:, 8:].max() > 100 * TOLERANCE
 
 
+def hybrid_config(**changes):
+    settings = {
+        "vocab_size": 211,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "layer_types": ("linear_attention", "full_attention", "linear_attention"),
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "eos_token_ids": (3,),
+    }
+    return models.HybridConfig(**{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="three value heads a key head"),
+        pytest.param({"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}, id="no sharing, two taps"),
+        pytest.param(
+            {"tie_word_embeddings": False, "partial_rotary_factor": 0.5, "rope_theta": 1e6}, id="untied, rope"
+        ),
+        pytest.param({"layer_types": ("linear_attention",)}, id="a linear layer alone"),
+        pytest.param({"layer_types": ("full_attention",), "partial_rotary_factor": 1.0}, id="a gated layer alone"),
+    ],
+)
+def test_random_hybrid_model_has_the_reference_logits(tmp_path, changes):
+    """Full and linear layers; the reference refuses sliding ones. The text is longer than the rule's chunks."""
+    config = hybrid_config(**changes)
+    models.save(tmp_path, config, models.random_params(config, 1), jnp.float32)
+    tokens = random_tokens(config, length=75)
+    expected = reference_logits(tmp_path, tokens)
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_reader_agrees_on_the_written_hybrid_configuration(tmp_path):
+    config = hybrid_config(eos_token_ids=(3, 7), partial_rotary_factor=0.5)
+    models.save(tmp_path, config, models.random_params(config, 1))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.layer_types == list(config.layer_types)
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    assert models.HybridConfig.from_dict(theirs.to_dict()) == config
+    plain = transformers.Qwen3NextConfig(num_hidden_layers=8, num_experts=0)
+    read = models.HybridConfig.from_dict(plain.to_dict())
+    assert (list(read.layer_types), read.partial_rotary_factor) == (plain.layer_types, 0.25)
+    assert read.linear_num_value_heads == 32
+
+
 def test_reader_agrees_on_the_written_configuration(tmp_path):
     config = small_config(eos_token_ids=(3, 7))
     models.save(tmp_path, config, models.random_params(config, 1))

@@ -11,10 +11,13 @@ import pytest
 
 optax = pytest.importorskip("optax")
 
+from tiny_models import FAST_COMPILE  # noqa: E402
+
 from jaxspec.errors import InputError  # noqa: E402
-from jaxspec.models import corpus, heldout, train, train_attention, train_step  # noqa: E402
+from jaxspec.models import corpus, heldout, train, train_attention, train_delta, train_step  # noqa: E402
 from jaxspec.models.checkpoint import load  # noqa: E402
 from jaxspec.models.qwen3 import Qwen3, dense_attend  # noqa: E402
+from jaxspec.recurrent import gated_delta  # noqa: E402
 
 SOURCES = [corpus.Source("made", "1.0", "Apache-2.0", ("Copyright 2020 Nobody",))]
 WEIRD = [
@@ -156,6 +159,52 @@ def test_training_attention_equals_dense_attention(length, window):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("length", [40, 150])
+def test_training_delta_rule_and_its_gradients_equal_the_serving_one(length):
+    """Rows 20 to 100 have one key: the case in which a series for the inverse would lose all digits."""
+    rng = np.random.default_rng(length)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    rows, heads = (2, length), 4
+    k = normal(*rows, 2, 8)
+    k = k.at[:, 20:100].set(k[:, 20:21])
+    decay, beta = -jnp.exp(2 * normal(*rows, heads) - 2), jax.nn.sigmoid(2 * normal(*rows, heads))
+    arguments = normal(*rows, 2, 8), k, normal(*rows, heads, 6), decay, beta, normal(2, heads, 6, 8)
+    weight = normal(*rows, heads, 6)
+
+    def run(rule):
+        def total(*arguments):
+            out, state = rule(*arguments)
+            return jnp.sum(out * weight) + jnp.sum(state * state), (out, state)
+
+        fast = jax.jit(jax.grad(total, range(6), has_aux=True), compiler_options=FAST_COMPILE)
+        with jax.default_matmul_precision("highest"):
+            return fast(*arguments)
+
+    def close(a, b):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+    jax.tree.map(close, run(train_delta.chunked_delta), run(gated_delta))
+    with pytest.raises(ValueError, match="keep='rows'"):
+        train_delta.chunked_delta(*arguments, keep="rows")
+
+
+def test_a_fresh_hybrid_decays_at_many_speeds_and_muon_takes_its_matrices_alone():
+    config = train.preset("hybrid", 2048)
+    state = jax.eval_shape(lambda: train_step.init_state(config, train_step.Settings(length=16, batch=1)))
+    assert 2 * sum(leaf.size for leaf in jax.tree.leaves(state.params)) < 8.8e6  # bytes of the shipped file
+    stacked = jax.eval_shape(train_step.stack_matrices, state.params)
+    assert stacked["[256, 768]"].shape == (3, 256, 768)
+    assert stacked["params/layers_0/conv1d"].shape == (512, 4)
+    tiny = train.preset("tiny_hybrid", 300)
+    layer = train_step.init_state(tiny, train_step.Settings(length=16, batch=1)).params["params"]["layers_0"]
+    decay, step = jnp.exp(layer["A_log"]), jax.nn.softplus(layer["dt_bias"])
+    assert ((decay >= 1) & (decay <= 16)).all() and ((step > 0.99e-3) & (step < 0.101)).all()
+    assert (layer["input_layernorm"] == 0).all() and (layer["norm"] == 1).all()
+
+
 def test_stacking_matrices_is_undone():
     config = train.preset("tiny", 300)
     settings = train_step.Settings(length=16, batch=1)
@@ -248,6 +297,19 @@ def test_training_lowers_the_loss_and_writes_folders_that_load(folder, tmp_path)
     agreed = record["heldout"]["teacher_forced"]
     assert 0 <= agreed["acceptance"] <= 1 and 1 <= agreed["tokens_per_verify"]["4"] <= agreed["tokens_per_verify"]["8"]
     assert any("ETA" in line for line in lines)
+
+
+def test_training_a_hybrid_lowers_the_loss_and_writes_a_folder_that_loads(folder, tmp_path):
+    settings = train_step.Settings(length=100, batch=4, steps_a_dispatch=20, seed=1)
+    config = train.preset("tiny_hybrid", 320)
+    record = train.train(folder, tmp_path, config, settings, steps=60, eval_tokens=600, report=lambda line: None)
+    losses = [point["nats"] for point in record["curve"]]
+    assert losses[0] < np.log(320) + 0.3 and losses[-1] < losses[0] - 0.7
+    model = load(tmp_path)
+    assert model.config == config and model.encode("def f(x):")
+    held = record["heldout"]["float32"]["all"]["nats_per_token"]
+    assert held == pytest.approx(losses[-1], abs=1.0)
+    assert record["heldout"]["bfloat16"]["all"]["nats_per_token"] == pytest.approx(held, abs=0.05)
 
 
 def test_a_run_with_the_same_seed_is_the_same(folder):

@@ -38,6 +38,26 @@ WIDE_DRAFT = jaxspec.from_qwen3(
     models.Qwen3(dataclasses.replace(CONFIG, windows=(2 * WINDOW + 4, None))), swa_pages=False
 )
 
+# A hybrid with one layer of each kind.
+HYBRID_CONFIG = models.HybridConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    layer_types=("linear_attention", "sliding_attention", "full_attention"),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    sliding_window=WINDOW,
+    partial_rotary_factor=0.5,
+    max_position_embeddings=256,
+)
+HYBRID_MODULE = models.Hybrid(HYBRID_CONFIG)
+HYBRID_TARGET = models.from_hybrid(HYBRID_MODULE)
+
 # XLA options for programs that run a few milliseconds: they compile in a third of the time.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
@@ -51,29 +71,34 @@ def target_params():
 
 
 @functools.cache
+def hybrid_params():
+    """Random weights of the hybrid, scaled up like the target's."""
+    return jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, models.random_params(HYBRID_CONFIG, seed=0))
+
+
+@functools.cache
 def draft_params():
     """The target's weights with noise: a draft that is right in part of the rounds."""
     noise = models.random_params(CONFIG, seed=1)
     return jax.tree.map(lambda x, n: x + 0.25 * n if x.ndim == 2 else x, target_params(), noise)
 
 
-def drafter_and_params(name):
-    """A drafter and the weights of a step.
+def drafter_and_params(name, target=TARGET):
+    """A drafter and the weights of a step of `target`.
 
     "plain" has none, "ngram" looks up, "draft_lm" is another model that is often wrong, "wide" the same with a larger
     window, and with "self" the target drafts for itself.
     """
+    weights = hybrid_params() if target == HYBRID_TARGET else target_params()
     if name in ("plain", "ngram"):
-        return (jaxspec.NgramDrafter() if name == "ngram" else None), jaxspec.Params(target_params())
+        return (jaxspec.NgramDrafter() if name == "ngram" else None), jaxspec.Params(weights)
     model = WIDE_DRAFT if name == "wide" else DRAFT
-    return jaxspec.DraftLM(model), jaxspec.Params(
-        target_params(), target_params() if name == "self" else draft_params()
-    )
+    return jaxspec.DraftLM(model), jaxspec.Params(weights, target_params() if name == "self" else draft_params())
 
 
 def make_step(drafter, *, target=TARGET, batch=1, page=4, D=4, new=40, **others):
     """A step of the tiny target, and its weights."""
-    drafter, params = drafter_and_params(drafter)
+    drafter, params = drafter_and_params(drafter, target)
     config = jaxspec.SpecConfig(
         **{
             "batch_size": batch,

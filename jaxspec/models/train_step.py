@@ -181,7 +181,8 @@ def init_state(config: Config, settings: Settings) -> TrainState:
     tokens = jnp.zeros((1, 1), jnp.int32)
     module = make_module(config)
     attend = attend_with(config.windows, "blocks", "blocks")
-    params = module.init(jax.random.key(settings.seed), tokens, tokens, attend)
+    # Compiled, because the rows that `init` computes beside the weights then fall away.
+    params = jax.jit(lambda key: module.init(key, tokens, tokens, attend))(jax.random.key(settings.seed))
     small = (2 * config.num_hidden_layers) ** -0.5
 
     def shrink(path, leaf):
