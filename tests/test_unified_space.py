@@ -63,8 +63,8 @@ class Refused(Exception):
 class Walk:
     """A pool in which requests come, grow and end; it stops at the first refusal."""
 
-    def __init__(self, num_pages):
-        layout = pool(4, 3, 2, full=1, swa=0)
+    def __init__(self, num_pages, state_units):
+        layout = pool(4, 3, 2, state_units, full=1, swa=0)  # a FULL page has 24 units, an SWA page 16
         self.layout = dataclasses.replace(layout, units=num_pages * layout.page_units("full"))
         self.columns, rows = num_pages // 16, 96 + num_pages // 16
         self.model = PoolModel(self.layout, rows, self.columns)
@@ -91,7 +91,9 @@ class Walk:
         granted = self.model.grants({row: length}, self.columns)
         assert ok == granted
         if not granted:
-            self.demand = self.model.lacking(row, length) * sum(map(self.layout.page_units, self.layout.kinds))
+            new = dict.fromkeys(self.model.of_tokens, self.model.lacking(row, length))
+            new["state"] = len(self.model.stateless([row]))
+            self.demand = sum(count * self.layout.page_units(kind) for kind, count in new.items() if count)
             raise Refused
         self.lengths[row] = length
         self.model.adopt({row: length}, jax.device_get(self.pages))
@@ -109,25 +111,26 @@ class Walk:
         del self.lengths[row]
         self.spare.insert(0, row)
 
+    def free(self):
+        """Units, sinks left out, that no page in use fills."""
+        return self.model.usable_units() - self.model.units_in_use()
+
     def lost(self):
-        """Share of the pool, sinks not counted as lost, that no page in use fills."""
-        return (self.model.usable_units() - self.model.units_in_use()) / self.layout.units
+        """The same as a share of the pool."""
+        return self.free() / self.layout.units
 
 
-def lost_at_first_refusal(num_pages, trace, seed):
-    walk = Walk(num_pages)
-    with pytest.raises(Refused):
-        trace(walk, np.random.default_rng(seed))
-    walk.model.check(jax.device_get(walk.pages))
-    # Nothing is lost to fragmentation: what was refused is more than all that is free.
-    assert walk.demand > walk.pages.free_units
-    return walk
-
-
-@pytest.mark.parametrize("num_pages", [256, 4096])
+@pytest.mark.parametrize(("num_pages", "state_units"), [(256, 0), (256, 50), (4096, 50)])
 @pytest.mark.parametrize("trace", [long_then_short, growing_together, ending_out_of_order])
-def test_lost_space(trace, num_pages):
-    """At most 12 % at the first refused request."""
-    walk = lost_at_first_refusal(num_pages, trace, 1234)
-    print(f"{trace.__name__}, {num_pages} pages: {walk.lost():.2%} lost, {walk.model.moves} pages moved")
+def test_lost_space(trace, num_pages, state_units):
+    """At most 12 % at the first refused request, and that only because it is large: nothing is lost between pages but
+    what rounding to another kind's pages takes."""
+    walk = Walk(num_pages, state_units)
+    with pytest.raises(Refused):
+        trace(walk, np.random.default_rng(1234))
+    walk.model.check(jax.device_get(walk.pages))
+    kinds = walk.layout.kinds
+    assert walk.demand > walk.free() - sum(map(walk.layout.page_units, kinds))
+    moved = ", ".join(f"{count} {kind}" for kind, count in walk.model.moves.items())
+    print(f"{trace.__name__}, {num_pages} pages of {', '.join(kinds)}: {walk.lost():.2%} lost, moved {moved}")
     assert walk.lost() <= 0.12
