@@ -15,6 +15,7 @@ No exponent is ever positive, and each is a sum of its own: the difference of tw
 of a small decay that follows large ones.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -71,18 +72,25 @@ def gated_delta(
       3.000 3.000
     """
     _check(q, k, v, log_decay, beta, state, real, keep, chunk)
-    B, T, HK, K = k.shape
+    B, T, _, K = k.shape
     HV, V = v.shape[2:]
-    R = HV // HK
     if T == 0:
         return jnp.zeros_like(v), state if keep == "last" else jnp.zeros((B, 0, HV, V, K), jnp.float32)
 
+    rule = functools.partial(_rule, C=min(T, chunk), keep=keep)
+    if chunk < T:
+        # What chunks need to be solved is twenty times their rows. The backward pass computes it again from the rows.
+        rule = jax.checkpoint(rule)
+    return rule(q, k, v, log_decay, beta, state, real)
+
+
+def _rule(q, k, v, log_decay, beta, state, real, *, C, keep):
+    B, T, HK, K = k.shape
+    HV, V = v.shape[2:]
+    R, N = HV // HK, -(-T // C)
     dtype = v.dtype
     q, k, v, log_decay, beta = (_only_real(x, real).astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     log_decay = jnp.maximum(log_decay, _ZERO_DECAY)
-
-    C = min(T, chunk)
-    N = -(-T // C)
 
     def chunks(x, *heads):  # [B, T, heads, ...] -> [N, B, heads, C, ...], zeros behind row T - 1
         x = jnp.pad(x, ((0, 0), (0, N * C - T)) + ((0, 0),) * (x.ndim - 2))
