@@ -101,15 +101,9 @@ class SpecConfig:
 
     @property
     def reserve(self) -> int:
-        """Rows that a round makes sure of, from the committed length on: its own D, and with unified memory those of
-        the next round too."""
-        return self.num_draft_tokens * (2 if self.memory == "unified" else 1)
-
-    @property
-    def hand_out(self) -> int:
-        """Rows that a request gets pages for when some request is short of `reserve`. With unified memory half a page
-        more, while there are pages enough, so that most rounds hand out nothing."""
-        return self.reserve + (self.page_size // 2 if self.memory == "unified" else 0)
+        """Rows that a request gets pages for, from the committed length on: the D of a round, and with unified memory
+        those of the next three, so that most rounds have nothing to hand out."""
+        return self.num_draft_tokens * (4 if self.memory == "unified" else 1)
 
     @property
     def rows(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxspec.cache.compaction import FREE, FULL, HOLE, MAP, OWNER, PLACE, SWA, columns, make_room
 from jaxspec.cache.kv import PoolCache
 from jaxspec.cache.layout import PoolLayout
-from jaxspec.cache.pages import UNBOUND, read_first, retirement_threshold, run_if
+from jaxspec.cache.pages import UNBOUND, read_first, retirement_threshold
 from pallas_kernels import page_zero
 
 Array = jax.Array
@@ -134,26 +134,24 @@ class UnifiedPages:
         wanted = {kind: alive[kind] + jnp.where(enough, count, 0) for kind, count in counts.items()}
         return enough & self.layout.holds(**wanted)
 
+    def short(self, req_rows: Array, lengths: Array) -> Array:
+        """bool[], whether any row lacks pages to hold `lengths` tokens, or a slot for its state: int32[B] both, as in
+        `allocate`."""
+        lacks = self.num_pages[req_rows] * self.page_size < lengths
+        if self.has_state:
+            lacks |= self.state_slot[req_rows] == 0
+        return (lacks & (req_rows > 0)).any()
+
     def allocate(
-        self,
-        cache: PoolCache,
-        req_rows: Array,
-        lengths: Array,
-        *,
-        max_new: int,
-        least: Array | None = None,
-        backend: str | None = None,
+        self, cache: PoolCache, req_rows: Array, lengths: Array, *, max_new: int, backend: str | None = None
     ) -> tuple["UnifiedPages", PoolCache, Array]:
-        """Gives each row the pages it lacks to hold its tokens, zeroed, and a slot for its state; all rows or none.
+        """Gives each row the pages it lacks to hold `lengths` tokens, zeroed, and a slot for its state; all or none.
 
         Args:
           cache: the pool whose pages these are.
           req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
-          lengths: int32[B], tokens each row gets room for.
+          lengths: int32[B], tokens each row must have room for.
           max_new: most pages one row can lack (static).
-          least: int32[B], tokens that the rows must have room for, at most `lengths` and these if not given. While they
-            all do, and have their states, nothing is handed out; as soon as one does not, all of them get room for
-            `lengths` or, if that does not fit, for `least`. So few calls in a row have anything to do.
           backend: who zeroes the pages, see `pallas_kernels` (static).
 
         Returns:
@@ -174,31 +172,17 @@ class UnifiedPages:
         """
         real = req_rows > 0
         owned = self.num_pages[req_rows]
+        lacking = jnp.where(real, jnp.maximum(-(-lengths // self.page_size) - owned, 0), 0)
         stateless = real & (self.state_slot[req_rows] == 0) if self.has_state else jnp.zeros_like(real)
-        wishes = [lengths if least is None else least] + ([] if least is None else [lengths])
-        wishes = [jnp.where(real, jnp.maximum(-(-tokens // self.page_size) - owned, 0), 0) for tokens in wishes]
-
-        def hand_out(pages, buffer, _):
-            return pages._hand_out(buffer, req_rows, owned, wishes, stateless, max_new, backend)
-
-        pages, buffer, ok = run_if(((wishes[0] > 0) | stateless).any(), hand_out, self, cache.buffer, jnp.bool_(True))
-        return pages, cache.replace(buffer=buffer), ok
-
-    def _hand_out(
-        self, buffer: Array, req_rows: Array, owned: Array, wishes: list, stateless: Array, max_new: int, backend
-    ) -> tuple["UnifiedPages", Array, Array]:
-        """For each lane the pages of the last of the `wishes`, int32[B] each, that can be granted, and a slot where it
-        is `stateless`; or nothing, if none can."""
-        ok, taken, states = jnp.bool_(False), jnp.zeros_like(owned), stateless.sum(dtype=jnp.int32)
-        for lacking in wishes:
-            total = jnp.minimum(lacking, max_new).sum(dtype=jnp.int32)
-            fits = self.fits(total, total, states)
-            fits &= ((lacking <= max_new) & (owned + lacking <= self.page_table.shape[1])).all()
-            ok, taken = ok | fits, jnp.where(fits, lacking, taken)
-        total, states, stateless = taken.sum(dtype=jnp.int32), jnp.where(ok, states, 0), stateless & ok
+        total = jnp.minimum(lacking, max_new).sum(dtype=jnp.int32)
+        states = stateless.sum(dtype=jnp.int32)
+        fits = self.fits(total, total, states)
+        ok = fits & ((lacking <= max_new) & (owned + lacking <= self.page_table.shape[1])).all()
+        taken, total, states = jnp.where(ok, lacking, 0), jnp.where(ok, total, 0), jnp.where(ok, states, 0)
+        stateless &= ok
 
         demand = jnp.stack(list(self.counts(total, total, states).values()))
-        pages, buffer = make_room(self, buffer, demand)
+        pages, buffer = make_room(self, cache.buffer, demand)
         order = jnp.arange(max(owned.size * max(max_new, 1), 1), dtype=jnp.int32)
         handed, tables = pages._next(order)
         handed = jnp.where(order < each(demand, order), handed, 0)  # [K, B * max_new], in the order of the ranks below
@@ -234,7 +218,7 @@ class UnifiedPages:
             physical=owners,
             counters=pages.counters + used,
         )
-        return after, buffer, ok
+        return after, cache.replace(buffer=buffer), ok
 
     def retire(
         self, req_rows: Array, lengths: Array, window: int, *, max_retired: int, prefix_sharing: bool = False

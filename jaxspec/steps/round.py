@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import Pages
+from jaxspec.cache import Pages, UnifiedPages
 from jaxspec.cache.pages import run_if
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
@@ -115,13 +115,17 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
-    least, reach = (
-        jnp.minimum(requests.seq_len[1:] + ahead, config.context_len) for ahead in (config.reserve, config.hand_out)
-    )
-    max_new = min(-(-config.hand_out // config.page_size) + 1, config.pages_per_row)
-    pages, cache, enough = state.pages.allocate(
-        state.cache, rows, reach, max_new=max_new, least=least, backend=config.kernel_backend
-    )
+    reach = jnp.minimum(requests.seq_len[1:] + config.reserve, config.context_len)
+    max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
+
+    def hand_out(pages, cache, _):
+        return pages.allocate(cache, rows, reach, max_new=max_new, backend=config.kernel_backend)
+
+    memory = state.pages, state.cache, jnp.bool_(True)
+    if config.memory == "unified":
+        pages, cache, enough = run_if(_short(config, requests, state.pages, rows), hand_out, *memory)
+    else:
+        pages, cache, enough = hand_out(*memory)
 
     rows = jnp.where(enough, rows, 0)
     seq_lens = jnp.where(rows > 0, requests.seq_len[1:], 0)
@@ -230,7 +234,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         seq_len=requests.seq_len + lanes_to_rows(keep),
         verify_count=requests.verify_count + lanes_to_rows(active.astype(jnp.int32)),
     )
-    pages = free_pages(spec, requests, state.pages, rows, max_advance=spec.config.num_draft_tokens)
+    pages = free_pages(spec, requests, state.pages, rows)
     cache = state.cache
     if verdict.pending:
         slots = unmarked(plan.metadata.state_slots, "state")
@@ -321,23 +325,45 @@ def log_run(history: Array | None, position: Array, count: Array, logits: Array 
     return history.at[row, jnp.where(live, position[:, None] + column, 0)].set(jnp.where(live, chosen, 0))
 
 
-def free_pages(spec, requests: Requests, pages: Pages, rows: Array, *, max_advance: int) -> Pages:
-    """Retires the SWA pages that `rows` have moved past (by at most `max_advance` tokens since last time), frees
-    finished requests.
+def _short(config, requests: Requests, pages: UnifiedPages, rows: Array) -> Array:
+    """bool[], whether any of `rows` lacks a page for the next D rows."""
+    return pages.short(rows, jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len))
+
+
+def free_pages(spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, *, max_advance: int | None = None):
+    """Retires the SWA pages that `rows` have moved past and frees finished requests.
+
+    With unified memory a round does so only when the next one will hand out pages, or when a request ended: nobody else
+    wants them before.
 
     Args:
       spec: the `SpecStep` (static).
       requests, pages: lengths already raised.
       rows: int32[B], b + 1 for lanes that took part, else 0.
-      max_advance: most tokens a request gained since the last call (static).
+      max_advance: tokens that a request may have gained since the last call, after a prefill; None after a round
+        (static).
+
+    Returns:
+      The pages after.
     """
     config, window = spec.config, spec.target.swa_window
-    if window is not None:
-        max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
-        pages = pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
     ended = (requests.status == FINISHED) & (pages.num_pages > 0)
-    # Few rounds end a request; the others need not look at every page of every row.
-    (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), pages)
+    lazy = config.memory == "unified" and max_advance is None
+    if max_advance is None:
+        # A row with pages enough goes on to the end of its last one before anybody looks at it.
+        max_advance = config.reserve + config.page_size if lazy else config.num_draft_tokens
+
+    def retire(pages):
+        if window is None:
+            return pages
+        max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
+        return pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
+
+    if lazy:
+        due = ended.any() | _short(config, requests, pages, rows)
+        (pages,) = run_if(due, lambda pages: (retire(pages).release(ended),), pages)
+    else:
+        (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), retire(pages))
     return pages
 
 
