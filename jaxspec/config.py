@@ -101,9 +101,11 @@ class SpecConfig:
 
     @property
     def reserve(self) -> int:
-        """Rows that a request gets pages for, from the committed length on: the D of a round, and with unified memory
-        those of the next three, so that most rounds have nothing to hand out."""
-        return self.num_draft_tokens * (4 if self.memory == "unified" else 1)
+        """Rows that a request gets pages for, from the committed length on: the D of a round. With unified memory those
+        of two rounds, and where pages are large a quarter of one, up to four rounds: then most rounds have nothing to
+        hand out."""
+        D = self.num_draft_tokens
+        return max(2 * D, min(4 * D, self.page_size // 4)) if self.memory == "unified" else D
 
     @property
     def rows(self) -> int:

@@ -171,11 +171,11 @@ def poison(state):
 def move_pages(state, rng):
     """The state with all pages of each kind elsewhere in the memory that the kind holds, tables following."""
     pages, layout, buffer = jax.device_get(state.pages), state.cache.layout, np.array(state.cache.buffer)
-    v2p, physical, kinds = pages.v2p.copy(), pages.physical.copy(), len(layout.kinds)
+    v2p, physical = pages.v2p.copy(), pages.physical.copy()
     column = 0
     for index, kind in enumerate(layout.kinds):
-        count, span, holes = layout.num_pages(kind), pages.counters[1 + index], pages.counters[1 + kinds + index]
-        first = count - span if kind == "full" else layout.min_page(kind)
+        count, span, holes = layout.num_pages(kind), pages.span[index], pages.holes[index]
+        first = {"full": count - span, "swa": pages.swa_low, "state": layout.min_page(kind)}[kind]
         to = np.arange(count)  # page p moves to to[p]
         to[first : first + span] = first + rng.permutation(span)
         owner, hole, place = (physical[i, column : column + count] for i in range(3))
