@@ -4,10 +4,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import quick_compile
 
 from jaxspec.cache import LayerSpec, PoolLayout, StatePart, StateSpec, init_pool, init_unified
+from jaxspec.cache.pages import run_if
 
 LANES = 40  # of `grow`, most of them padding, so that one program serves many cases
 
@@ -27,15 +29,14 @@ def state(layout, *, rows=3, columns=5, seed=None):
 
 
 @functools.partial(jax.jit, static_argnames="max_new", compiler_options=quick_compile.options())
-def give(pages, cache, rows, lengths, least, *, max_new):
-    return pages.allocate(cache, rows, lengths, max_new=max_new, least=least)
+def give(pages, cache, rows, lengths, *, max_new):
+    return pages.allocate(cache, rows, lengths, max_new=max_new)
 
 
-def grow(pages, cache, wishes, *, ok=True, max_new=12, least=None):
+def grow(pages, cache, wishes, *, ok=True, max_new=12):
     """Asks for {row: length}, says whether that must be granted, and returns state and pool."""
-    lanes = np.zeros((3, LANES), np.int32)
-    lengths = list(wishes.values())
-    lanes[:, : len(wishes)] = list(wishes), lengths, lengths if least is None else least
+    lanes = np.zeros((2, LANES), np.int32)
+    lanes[:, : len(wishes)] = list(wishes), list(wishes.values())
     pages, cache, granted = give(pages, cache, *lanes, max_new=max_new)
     assert granted == ok
     return pages, cache
@@ -61,7 +62,10 @@ def same(left, right):
 
 def round_of_pages(carried, rows, lengths, ended, backend=None):
     """What a round does to the pages."""
-    pages, cache = carried
-    pages, cache, ok = pages.allocate(cache, rows, lengths, max_new=3, least=lengths - 4, backend=backend)
+
+    def allocate(pages, cache, _):
+        return pages.allocate(cache, rows, lengths, max_new=3, backend=backend)
+
+    pages, cache, ok = run_if(carried[0].short(rows, lengths - 4), allocate, *carried, jnp.bool_(True))
     pages = pages.retire(rows, lengths, 6, max_retired=2, prefix_sharing=True)
     return (pages.release(ended), cache), ok

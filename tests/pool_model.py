@@ -55,13 +55,9 @@ class PoolModel:
     def lacking(self, row, length):
         return max(-(-length // self.layout.page_size) - len(self.owned[row]), 0)
 
-    def plan(self, wishes, max_new, least=None):
-        """What is granted to rows that want room for so many tokens, and must have room for `least`: {row: length}, or
-        None. Where all have that, and their states, it is nothing."""
-        least = least or wishes
-        if not any(self.lacking(row, least[row]) for row in wishes) and not self.stateless(wishes):
-            return {}
-        return next((plan for plan in (wishes, least) if self.grants(plan, max_new)), None)
+    def short(self, wishes):
+        """Whether a row lacks pages to hold so many tokens, {row: length}, or a state."""
+        return any(self.lacking(row, length) for row, length in wishes.items()) or bool(self.stateless(wishes))
 
     def stateless(self, rows):
         return [row for row in rows if self.stateful and row not in self.slot]

@@ -58,7 +58,7 @@ def test_no_lane_asks():
     for wishes in ({}, {0: 400}, {1: 5, 2: 0}):
         same(grow(*before, wishes), before)
     none = jnp.zeros(0, jnp.int32)
-    *after, ok = give(*before, none, none, none, max_new=2)
+    *after, ok = give(*before, none, none, max_new=2)
     assert ok
     same(tuple(after), before)
 
@@ -271,19 +271,12 @@ def test_states_come_with_their_pages_or_not_at_all():
     grow(pages, cache, {3: 16})
 
 
-def test_nothing_is_handed_out_before_it_must_be():
-    """All have their least: nothing. One has not: all are topped up or, where there is no room for that, get their
-    least. One has no state: the same."""
-    before = small({1: 8, 2: 8})
-    same(grow(*before, {1: 16, 2: 20}, least=[8, 7]), before)
-    pages, _ = grow(*before, {1: 16, 2: 20}, least=[9, 7])
-    assert pages.num_pages.tolist() == [0, 4, 5, 0, 0]
-    pages, _ = grow(*before, {1: 20, 2: 20}, least=[9, 7])
-    assert pages.num_pages.tolist() == [0, 3, 2, 0, 0]
-    same(grow(*before, {1: 20, 2: 20}, least=[20, 20], ok=False), before)
-    pages, cache = end(before[0], 2), before[1]
-    pages, _ = grow(pages, cache, {1: 12, 3: 4}, least=[8, 0])
-    assert pages.num_pages.tolist() == [0, 3, 0, 1, 0] and alive(pages) == [4, 4, 2]
+def test_short_is_who_lacks_a_page_or_a_state():
+    pages, _ = small({1: 8, 2: 1})
+    for wishes, short in (({1: 8, 2: 4}, False), ({1: 9, 2: 4}, True), ({1: 8, 2: 5}, True), ({0: 99}, False)):
+        assert pages.short(jnp.array(list(wishes)), jnp.array(list(wishes.values()))) == short
+    assert pages.short(jnp.array([1, 3]), jnp.array([8, 0]))
+    assert not pages.short(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
 
 
 SIZES = {  # of a page of each kind in units

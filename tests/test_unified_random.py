@@ -21,7 +21,6 @@ MAX_NEW, MAX_RETIRED = 4, 2
 DEMANDS = np.meshgrid(*(np.arange(count, dtype=np.int32) for count in (16, 20, 4)))  # pages of FULL, SWA, states
 ALLOCATE, RETIRE, RETIRE_SHARED, RELEASE = range(4)
 CODES = [ALLOCATE, ALLOCATE, ALLOCATE, RETIRE, RETIRE_SHARED, RELEASE]
-SLACKS = [0, 0, 0, 8, 24]  # 64ths of a row between what is asked for and the least that will do
 GEOMETRIES = {  # units of a page: FULL, SWA, state
     "page 1": pool(1, 3, 2, 14, full=12, swa=9, extra=5),  # 6, 4, 14
     "page 1, large states": pool(1, 1, 2, 34, full=14),  # 2, 4, 34
@@ -90,12 +89,12 @@ class Machine:
 
         def turn(carry, operation):
             pages, cache = carry
-            number, code, rows, lengths, least, ended = operation
+            number, code, rows, lengths, ended = operation
             at_most = {"max_retired": MAX_RETIRED}
             after, cache, ok = lax.switch(
                 code,
                 [
-                    lambda: pages.allocate(cache, rows, lengths, max_new=MAX_NEW, least=least),
+                    lambda: pages.allocate(cache, rows, lengths, max_new=MAX_NEW),
                     lambda: (pages.retire(rows, lengths, window(self.layout), **at_most), cache, True),
                     lambda: (
                         pages.retire(rows, lengths, window(self.layout), prefix_sharing=True, **at_most),
@@ -108,6 +107,7 @@ class Machine:
             seen = {
                 "pages": after,
                 "ok": ok,
+                "short": pages.short(rows, lengths),
                 "contents": self._contents(cache.buffer),
                 "sinks": (cache.buffer[:sinks] == first).all(),
                 "fits": after.fits(*DEMANDS),
@@ -128,21 +128,21 @@ class Machine:
 
     def compare(self, operations, seed):
         """Runs the operations and walks the clerk through them. Returns the clerk, and how often there was no room."""
-        codes, rows, lengths, least, ended = operations
+        codes, rows, lengths, ended = operations
         seen = jax.device_get(self.run(*self.start(seed), operations))
         model, kinds, refused = PoolModel(self.layout, R, P), self.layout.kinds, 0
         for step in range(T):
             now = jax.tree.map(lambda leaf, step=step: leaf[step], seen)
             wishes = {int(row): int(n) for row, n in zip(rows[step], lengths[step], strict=True) if row}
+            assert now["short"] == model.short(wishes)
             new = []
             if codes[step] == ALLOCATE:
-                floor = {int(row): int(n) for row, n in zip(rows[step], least[step], strict=True) if row}
-                plan = model.plan(wishes, MAX_NEW, floor)
-                assert now["ok"] == (plan is not None)
-                if plan is None:
-                    refused += 1
+                granted = model.grants(wishes, MAX_NEW)
+                assert now["ok"] == granted
+                if granted:
+                    new = model.adopt(wishes, now["pages"])
                 else:
-                    new = model.adopt(plan, now["pages"])
+                    refused += 1
             elif codes[step] == RELEASE:
                 for row in np.flatnonzero(ended[step][1:]) + 1:
                     model.release(int(row))
@@ -181,9 +181,7 @@ def machine(geometry):
 def runs(draw, page_size):
     """T operations. Lengths are drawn in 64ths of a full row, so that page edges and exhaustion are common."""
     lane_rows, lane_lengths = st.permutations(range(R)), st.lists(st.integers(0, 68), min_size=B, max_size=B)
-    operation = st.tuples(
-        st.sampled_from(CODES), lane_rows, st.integers(1, B), lane_lengths, st.sampled_from(SLACKS), st.integers(0, 31)
-    )
+    operation = st.tuples(st.sampled_from(CODES), lane_rows, st.integers(1, B), lane_lengths, st.integers(0, 31))
     operations = draw(st.lists(operation, min_size=T, max_size=T))
     return as_operations(page_size, *(np.array(column) for column in zip(*operations, strict=True)))
 
@@ -194,15 +192,14 @@ def seeded_runs(page_size, seeds):
     for seed in seeds:
         rows = np.array([rng.permutation(R) for _ in range(T)])
         lanes, lengths, ended = rng.integers(1, B, T), rng.integers(0, 40, (T, B)), 1 << rng.integers(0, R, T)
-        codes, slacks = rng.choice(CODES, size=T), rng.choice(SLACKS, size=T)
-        yield as_operations(page_size, codes, rows, lanes, lengths, slacks, ended), seed
+        yield as_operations(page_size, rng.choice(CODES, size=T), rows, lanes, lengths, ended), seed
 
 
-def as_operations(page_size, codes, rows, lanes, lengths, slacks, ended):
+def as_operations(page_size, codes, rows, lanes, lengths, ended):
     """Arrays as `Machine` takes them: int32 but for the last, with an axis of T."""
     rows = np.where(np.arange(B) < lanes[:, None], rows[:, :B], 0)
-    lengths, least = (-(-length * P * page_size // 64) for length in (lengths, lengths - slacks[:, None]))
-    return (*(np.asarray(x, np.int32) for x in (codes, rows, lengths, least)), (ended[:, None] >> np.arange(R)) & 1 > 0)
+    lengths = -(-lengths * P * page_size // 64)
+    return (*(np.asarray(x, np.int32) for x in (codes, rows, lengths)), (ended[:, None] >> np.arange(R)) & 1 > 0)
 
 
 def check_runs(geometry, examples):
