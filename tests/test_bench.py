@@ -4,12 +4,14 @@ import io
 import json
 import sys
 
+import jax
 import pytest
+import quick_compile
 import tiny_models
 
 import jaxspec
 from jaxspec import Generation, RequestResult, cli, models
-from jaxspec.benchmarks import unified_ab
+from jaxspec.benchmarks import pool_size, unified_ab
 from jaxspec.steps import step
 from jaxspec.steps.memory import pool_layout
 
@@ -216,7 +218,10 @@ def test_without_a_known_name_there_is_one_line(capsys, words):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"error: {' '.join(words)!r} is no command: there are generate, doctor, bench unified-ab\n"
+    assert (
+        err
+        == f"error: {' '.join(words)!r} is no command: there are generate, doctor, bench pool-size, bench unified-ab\n"
+    )
 
 
 def test_the_overview_lists_benchmarks(capsys):
@@ -243,3 +248,58 @@ def test_bad_input_is_one_line_and_exit_status_2(capsys, words, flag, parts):
     *_, message = err.splitlines()
     assert message.startswith("error: ")
     assert all(part in message for part in parts), message
+
+
+# pool-size
+
+POOL_SIZE = ["bench", "pool-size", "--small_pages=200", "--large_pages=2000", "--num_requests=5", "--rounds=9"]
+
+
+@pytest.fixture(scope="module")
+def quick_rounds():
+    """Its programs compile faster, once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_begin", "_rounds"):
+            function = getattr(pool_size, name).__wrapped__
+            patch.setattr(pool_size, name, jax.jit(function, compiler_options=quick_compile.options()))
+        yield
+
+
+@pytest.mark.usefixtures("quick_rounds")
+def test_pool_size_tells_medians_and_their_ratio(monkeypatch, capsys):
+    monkeypatch.setattr(pool_size, "LIMIT", 1e9)
+    assert cli.main([*POOL_SIZE, "--runs=10", "--json=-"]) == 0
+    out, err = capsys.readouterr()
+    result, rows = json.loads(out), rows_of(err)
+    assert result["failures"] == [] and rows["equal tables"] == ["yes"]
+    for column, size in enumerate((200, 2000)):
+        arm = result["small" if column == 0 else "large"]
+        assert arm["full_pages"] == size and arm["bytes"] == size * 256
+        assert len(arm["us_a_round"]) == 10 and min(arm["us_a_round"]) <= arm["median"] <= max(arm["us_a_round"])
+        assert rows["median"][column] == f"{arm['median']:.2f}"
+    assert result["ratio"] == pytest.approx(result["large"]["median"] / result["small"]["median"])
+    # 1 + 1 + 10 runs: in round 108 the five requests have 1 + (row + 108) % 16 pages and whoever had 16 is gone.
+    alive = [1 + (row + 108) % 16 for row in range(1, 6) if (row + 108) % 16 != 15]
+    assert result["pages_alive"] == {"full": sum(alive), "swa": sum(min(n, 2) for n in alive), "state": len(alive)}
+
+
+@pytest.mark.usefixtures("quick_rounds")
+def test_a_slow_large_pool_and_other_tables_are_exit_status_1(monkeypatch, capsys):
+    monkeypatch.setattr(pool_size, "LIMIT", 0.0)
+    tell, arms = pool_size.tell, []
+
+    def planted(arm):
+        arms.append(arm)
+        return tell(arm) | ({"states": [3]} if len(arms) == 2 else {})
+
+    monkeypatch.setattr(pool_size, "tell", planted)
+    assert cli.main(POOL_SIZE) == 1
+    out, err = capsys.readouterr()
+    assert rows_of(out)["equal tables"] == ["NO"]
+    assert "error: states differ" in err and "times as long, more than 0.0" in err
+
+
+@pytest.mark.usefixtures("quick_rounds")
+def test_requests_that_do_not_fit_are_exit_status_2(capsys):
+    assert cli.main([*POOL_SIZE, "--num_requests=30"]) == 2
+    assert "num_requests=30" in capsys.readouterr().err

@@ -338,7 +338,7 @@ def test_a_command_lists_its_flags(capsys, name):
 def test_an_unknown_command(capsys):
     status, out, err = run(capsys, "fly")
     assert (status, out) == (2, "")
-    assert err == "error: 'fly' is no command: there are generate, doctor, bench unified-ab\n"
+    assert err == "error: 'fly' is no command: there are generate, doctor, bench pool-size, bench unified-ab\n"
 
 
 def test_flags_of_one_call_do_not_reach_the_next(capsys):

@@ -5,8 +5,8 @@ A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fiel
 line needs to know of it.
 """
 
-from jaxspec.benchmarks import unified_ab
+from jaxspec.benchmarks import pool_size, unified_ab
 
 __all__ = ["BENCHMARKS"]
 
-BENCHMARKS = {"unified-ab": unified_ab}
+BENCHMARKS = {"pool-size": pool_size, "unified-ab": unified_ab}
