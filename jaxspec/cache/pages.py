@@ -38,13 +38,10 @@ def read_first(values: Array, table: Array) -> tuple[Array, Array]:
 def run_if(condition: Array, function, *operands):
     """`function(*operands)` where bool[] `condition`, else the operands as they are, which the result must resemble.
 
-    A loop of one turn or none: XLA runs it in place, where around a conditional it copies what either branch writes.
+    Not a loop of at most one turn, which would copy less: captured inside another loop, one that ends by a flag that it
+    carries took more turns than it should on an H200 (jax 0.11.2).
     """
-
-    def turn(carry):
-        return jnp.bool_(False), function(*carry[1])
-
-    return lax.while_loop(lambda carry: carry[0], turn, (condition, operands))[1]
+    return lax.cond(condition, function, lambda *operands: operands, *operands)
 
 
 @flax.struct.dataclass
