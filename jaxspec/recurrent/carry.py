@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import KVCache, PoolCache
+from jaxspec.cache.pages import read_first
 from jaxspec.metadata import DraftExtendMetadata, VerifyMetadata
 from jaxspec.metadata.ids import unmarked
 
@@ -52,10 +53,10 @@ def recur(cache: Cache, layer: int, update: Update, metadata) -> tuple[Array, Ca
 
     # A state is not cleared when it is handed out, so a request that begins must not see what is there.
     stored = taking_part & (positions[:, 0] > 0)
-    parts = tuple(
-        jnp.where(stored.reshape(-1, *[1] * (part.ndim - 1)), part, 0)
-        for part in cache.read_state(layer, jnp.where(taking_part, slots, 0))
-    )
+    # The states after each row are wanted at the end of a verify. XLA would rather read what they are made of there,
+    # from before the writes in between, and copy the whole pool.
+    parts, cache = read_first(cache.read_state(layer, jnp.where(taking_part, slots, 0)), cache)
+    parts = tuple(jnp.where(stored.reshape(-1, *[1] * (part.ndim - 1)), part, 0) for part in parts)
     out, after = update(parts, real, keep)
     if keep == "rows":
         return out, cache.replace(pending={**cache.pending, layer: tuple(after)})
