@@ -69,6 +69,25 @@ def test_the_arms_agree(real):
     assert rows["plain generate"][1:] == [all_equal, all_equal]
 
 
+def test_the_arms_agree_on_a_hybrid(tmp_path, monkeypatch, capsys):
+    """States in the pool beside the K and V; the static arm's are a hundredth of its bytes of those."""
+    models.save(tmp_path / "hybrid", tiny_models.HYBRID_CONFIG, tiny_models.hybrid_params(), dtype="float32")
+    monkeypatch.setattr(step, "compiler_options", lambda: tiny_models.FAST_COMPILE)
+    path = tmp_path / "out.json"
+    words = ["bench", "unified-ab", f"--model={tmp_path / 'hybrid'}", "--drafter=ngram", "--runs=1", *SIZES]
+    words += ["--state_ratio=0.01"]
+    assert cli.main([*words, "--json", str(path)]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["ids"][-1] == rows["verify counts"][-1] == f"{REQUESTS}/{REQUESTS}"
+    assert float(rows["logprobs"][1]) < 1e-5  # the two programs may sum a state in another order
+    config = json.loads(path.read_text())["configs"]["static"]
+    config = jaxspec.SpecConfig(**config)
+    target = tiny_models.HYBRID_TARGET
+    states = config.rows * sum(p.nbytes for spec in target.layers if spec.carries == "accumulated" for p in spec.parts)
+    total = unified_ab.kv_bytes(target, jaxspec.NgramDrafter(), config)
+    assert 0.009 < states / (total - states) <= 0.01
+
+
 def test_the_tokens_are_those_of_greedy_decoding(real, greedy):
     result = real[3]
     for arm in unified_ab.ARMS:

@@ -68,7 +68,7 @@ class Settings:
     runs: int = setting(2, "Throughput runs of each arm, the arms in turn.", least=1)
     seed: int = setting(1234, "Seed of the prompts.", least=0)
     dtype: str = setting("float32", "What is computed in.", choices=("float32", "bfloat16"))
-    model: str = setting("target", "The target: an embedded model's name, or a Hugging Face folder of a Qwen3.")
+    model: str = setting("target", "The target: an embedded model's name, or a Hugging Face folder.")
     draft_model: str | None = setting(None, "The draft model of draft_lm, a name or a folder; 'draft' by default.")
 
 
@@ -182,9 +182,11 @@ def size_arms(
         part.nbytes for spec in target.layers if spec.carries == ACCUMULATED for part in spec.parts
     )
     wanted = states * (1 + 1 / state_ratio)
-    have, more = (kv_bytes(target, drafter, sized(count)) for count in (full, full + base.page_size))
-    if have < wanted:
-        full += math.ceil((wanted - have) / ((more - have) / base.page_size))
+    step = base.page_size  # pages between two tries: estimated from below, then page by page
+    have, more = (kv_bytes(target, drafter, sized(count)) for count in (full, full + step))
+    full += max(math.floor((wanted - have) * step / (more - have)), 0)
+    while kv_bytes(target, drafter, sized(full)) < wanted:
+        full += 1
     static = sized(full)
     unified = dataclasses.replace(base, memory="unified", pool_bytes=kv_bytes(target, drafter, static))
     return {"static": static, "unified": unified, PLAIN: base}

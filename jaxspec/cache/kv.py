@@ -213,9 +213,10 @@ class PoolCache:
     def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "PoolCache":
         """Stores states of one recurrent layer; see `KVCache.write_state`."""
         cache = self
-        for (start, units), part, values in zip(
-            self._state_places(layer, slots), self.layers[layer].parts, parts, strict=True
-        ):
+        places = zip(self._state_places(layer, slots), self.layers[layer].parts, parts, strict=True)
+        # The last part first: where it is made of what was read of all parts, no read can come after a write. A version
+        # of XLA copied the pool for one that could.
+        for (start, units), part, values in reversed([*places]):
             cache = cache._put(start, units, _to_storage(part, values, self.layout.storage))
         return cache
 

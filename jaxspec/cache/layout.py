@@ -236,10 +236,12 @@ class PoolLayout:
 
     @functools.cached_property
     def storage(self) -> str:
-        """The dtype of the pool's elements: `dtype`, or unsigned integers of its size where a part of a state has
-        another one (bits then change their meaning and not their place)."""
+        """The dtype of the pool's elements: `dtype`, or unsigned integers of its size where elements are narrower than
+        32 bits or hold a part of a state in another dtype. Bits then change their meaning and not their place; floats
+        of 16 bits some versions of XLA would convert on a CPU, the whole pool of them."""
         dtypes = {part.dtype for spec in self.layers if spec.carries == ACCUMULATED for part in spec.parts}
-        return self.dtype if dtypes <= {self.dtype} else f"uint{8 * jnp.dtype(self.dtype).itemsize}"
+        size = jnp.dtype(self.dtype).itemsize
+        return self.dtype if dtypes <= {self.dtype} and size >= 4 else f"uint{8 * size}"
 
     @functools.cached_property
     def unit(self) -> int:

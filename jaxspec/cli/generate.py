@@ -43,7 +43,7 @@ def define_flags(values: flags.FlagValues) -> None:
     def define(kind: str, *arguments, **settings):
         getattr(flags, f"DEFINE_{kind}")(*arguments, flag_values=values, **settings)
 
-    define("string", "model", "target", "The target: an embedded model's name, or a Hugging Face folder of a Qwen3.")
+    define("string", "model", "target", "The target: an embedded model's name, or a Hugging Face folder.")
     define(
         "enum",
         "drafter",
