@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quick_compile
 import recurrent_oracle
 from tiny_models import CONTEXT, FAST_COMPILE, HYBRID_CONFIG, VOCAB
 
@@ -22,6 +23,7 @@ from jaxspec.models import dense_attend
 from jaxspec.steps.state import RUNNING
 
 NEW, CHUNK, PAGE, D, BATCH = 40, 20, 4, 4, 3
+CHUNKS = {"static": 2, "unified": CHUNK}  # of the steps below: less than the convolution looks back, and more
 
 # Two recurrent layers, one of them behind attention: its state depends on rows that were read out of pages.
 DEEP_MODULE = models.Hybrid(
@@ -106,7 +108,7 @@ def weights(params, greedy, prompts, right):
 
 
 @functools.cache
-def deep_step(memory, *, num_drafts=D - 1, chunk=CHUNK):
+def deep_step(memory, *, num_drafts=D - 1, chunk=None):
     """The step of most of these tests: three lanes, pages of 4 tokens, the scripted drafter."""
     config = jaxspec.SpecConfig(
         batch_size=BATCH,
@@ -114,7 +116,7 @@ def deep_step(memory, *, num_drafts=D - 1, chunk=CHUNK):
         context_len=CONTEXT,
         max_new_tokens=NEW,
         page_size=PAGE,
-        prefill_chunk=chunk,
+        prefill_chunk=chunk or CHUNKS[memory],
         memory=memory,
         check_ids=True,
     )
@@ -283,15 +285,16 @@ def move_pages(state, rng):
 def _row_by_row(q, k, v, log_decay, beta, state, *, real, keep):
     """The gated delta rule from its formula, in float32."""
     heads = v.shape[2] // k.shape[2]
+    matvec = functools.partial(jnp.einsum, "bhvk,bhk->bhv", precision=jax.lax.Precision.HIGHEST)
 
     def step(state, row):
         q, k, v, log_decay, beta = row
         q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
         q, k = (jnp.repeat(x, heads, axis=1) for x in (q * q.shape[-1] ** -0.5, k))
         state = jnp.exp(log_decay)[..., None, None] * state
-        write = beta[..., None] * (v - jnp.einsum("bhvk,bhk->bhv", state, k))
+        write = beta[..., None] * (v - matvec(state, k))
         state = state + write[..., None] * k[:, :, None, :]
-        return state, jnp.einsum("bhvk,bhk->bhv", state, q)
+        return state, matvec(state, q)
 
     state, out = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, log_decay, beta)))
     return jnp.moveaxis(out, 0, 1), state
@@ -325,7 +328,7 @@ class Oracle:
             logits, _, _ = DEEP_MODULE.apply(params, tokens, positions, attend, recur=recur)
             return jnp.argmax(logits, axis=-1), seen
 
-        self._forward = jax.jit(forward, compiler_options=FAST_COMPILE)
+        self._forward = jax.jit(forward, compiler_options=quick_compile.options())
 
     def _run(self, texts):
         tokens = np.zeros((self.LANES, CONTEXT), np.int32)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tiny_models import CONFIG, prompt
+from tiny_models import CONFIG, HYBRID_CONFIG, prompt
 
 import jaxspec
 from jaxspec import models
@@ -46,6 +46,30 @@ def test_a_generation_is_one_command_buffer(drafter, tmp_path):
     )
     spec = jaxspec.make_spec_step(MODEL, drafter, config, options=compiler_options("cuda"))
     state = jaxspec.init_state(spec.target, spec.drafter, spec.config, [prompt(9)])
+    lowered = aot.lower_for_h200(jit_with_state(run_to_end, spec.options), spec, params, state)
+    compiled = aot.compile_lowered(lowered, dump=tmp_path, **FAST)
+    assert aot.thunks(tmp_path) == ["kCommandBuffer"]
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def test_a_hybrids_generation_is_one_command_buffer(tmp_path):
+    """Recurrent layers and a unified pool included, with the kernels that run on a GPU."""
+    module = models.Hybrid(dataclasses.replace(HYBRID_CONFIG, layer_types=("linear_attention",), sliding_window=None))
+    config = jaxspec.SpecConfig(
+        batch_size=2,
+        num_draft_tokens=3,
+        context_len=64,
+        max_new_tokens=8,
+        page_size=8,
+        prefill_chunk=16,
+        memory="unified",
+        kernel_backend="triton",
+    )
+    spec = jaxspec.make_spec_step(
+        models.from_hybrid(module), jaxspec.NgramDrafter(), config, options=compiler_options("cuda")
+    )
+    state = jaxspec.init_state(spec.target, spec.drafter, spec.config, [prompt(9)])
+    params = jaxspec.Params(models.random_params(module.config, seed=0))
     lowered = aot.lower_for_h200(jit_with_state(run_to_end, spec.options), spec, params, state)
     compiled = aot.compile_lowered(lowered, dump=tmp_path, **FAST)
     assert aot.thunks(tmp_path) == ["kCommandBuffer"]

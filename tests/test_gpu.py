@@ -2,6 +2,7 @@
 
 import json
 
+import hybrid_cases
 import jax
 import numpy as np
 import pytest
@@ -100,3 +101,39 @@ def test_buffers_stay_where_they_are():
     for _ in range(3):
         state, _ = spec(params, state)
         assert addresses(state) == before
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return hybrid_cases.Oracle()
+
+
+@pytest.mark.parametrize(("memory", "backend"), [("static", "reference"), ("unified", "triton"), ("unified", "mosaic")])
+def test_a_hybrid_equals_decoding_without_a_cache(oracle, memory, backend):
+    """All accept counts, states in either memory, and no buffer of K, V or states elsewhere after the generation."""
+    prompts = [prompt(n) for n in (41, 3, 21)]
+    config = jaxspec.SpecConfig(
+        batch_size=3,
+        num_draft_tokens=4,
+        context_len=160,
+        max_new_tokens=NEW,
+        page_size=16,
+        prefill_chunk=20,
+        memory=memory,
+        kernel_backend=backend,
+    )
+    spec = jaxspec.make_spec_step(hybrid_cases.DEEP_TARGET, hybrid_cases.Scripted(), config)
+    right = hybrid_cases.scripts(3, 3)
+    params = hybrid_cases.weights(hybrid_cases.deep_params(), oracle, prompts, right)
+    state = initial(spec, prompts)
+
+    def addresses(state):
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)]
+
+    before = addresses(state)
+    state, status = jit_with_state(run_to_end, spec.options)(spec, params, state)
+    assert status == 0 and addresses(state) == before
+    results = read_requests(state, prompts)
+    assert [r.token_ids for r in results] == [oracle(ids) for ids in prompts]
+    for r, script in zip(results, right, strict=True):
+        assert r.accepted_drafts[:-1] == script[: r.verify_count - 1].tolist()

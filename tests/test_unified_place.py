@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tiny_models import CONTEXT, TARGET, drafter_and_params, make_step, prompt
+from tiny_models import CONTEXT, HYBRID_TARGET, TARGET, drafter_and_params, make_step, prompt
 from unified_cases import BATCH, CHUNK, NEW, PAGE, PROMPTS, D, initial, observed_round, prompts_for, run
 
 import jaxspec
@@ -109,6 +109,54 @@ def test_the_pool_stays_in_place_on_sm_90(function):
     lowered = aot.lower_for_h200(jit_with_state(function, spec.options), spec, params, state)
     # The choice of tiles for a product takes most of the time and has no say in this.
     check_in_place(aot.compile_lowered(lowered, xla_gpu_autotune_level=0), state, 1)
+
+
+def copies_of_states(text, state):
+    """Instructions of optimised HLO that copy a whole buffer of states."""
+    parts = [part for buffer in state.cache.buffers if isinstance(buffer, tuple) for part in buffer]
+    rows, shapes = parts[0].shape[0], [part.shape for part in parts]
+    shapes += [(rows, math.prod(shape[1:])) for shape in shapes]  # as kernels see them
+    wanted = "|".join(r"f32\[(1,)?" + ",".join(map(str, shape)) + r"\]" for shape in shapes)
+    assert re.search(rf"({wanted})\S* (parameter|get-tuple-element)\(", text)
+    return re.findall(rf".*= ({wanted})\S* (?:copy|copy-start)\(.*", text)
+
+
+@pytest.mark.parametrize("memory", ["unified", pytest.param("static", marks=pytest.mark.slow)])
+def test_a_hybrids_generation_leaves_states_in_place(memory):
+    """States are read, kept aside, committed, written by prefill, and never copied with all the others."""
+    others = LARGE if memory == "unified" else {"logprobs": True}
+    spec, params = make_step("ngram", target=HYBRID_TARGET, batch=BATCH, page=PAGE, D=D, new=NEW, **others)
+    state = initial(spec, PROMPTS)
+    compiled = jit_with_state(run_to_end, spec.options).lower(spec, params, state).compile()
+    if memory == "unified":
+        check_in_place(compiled, state, 0.999)
+    else:
+        assert not copies_of_states(compiled.as_text(), state)
+
+
+@pytest.mark.parametrize("memory", ["unified", pytest.param("static", marks=pytest.mark.slow)])
+def test_a_hybrids_states_stay_in_place_on_sm_90(memory):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    config = jaxspec.SpecConfig(
+        batch_size=2,
+        num_draft_tokens=3,
+        context_len=64,
+        max_new_tokens=8,
+        page_size=8,
+        prefill_chunk=16,
+        kernel_backend="triton",
+        **(LARGE if memory == "unified" else {}),
+    )
+    drafter, params = drafter_and_params("ngram", HYBRID_TARGET)
+    spec = jaxspec.make_spec_step(HYBRID_TARGET, drafter, config, options=compiler_options("cuda"))
+    state = initial(spec, [prompt(9)])
+    lowered = aot.lower_for_h200(jit_with_state(run_round, spec.options), spec, params, state)
+    compiled = aot.compile_lowered(lowered, xla_gpu_autotune_level=0)
+    if memory == "unified":
+        check_in_place(compiled, state, 1)
+    else:
+        assert not copies_of_states(compiled.as_text(), state)
 
 
 def test_unified_state_has_few_leaves(tight):
