@@ -16,6 +16,7 @@ from jaxspec.cache import LayerSpec, PoolLayout, StatePart, StateSpec, init_cach
 from jaxspec.generation.results import read_requests
 from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, Ids, VerifyMetadata, WriteWindow
 from jaxspec.recurrent import commit, take_pending
+from pallas_kernels import CommitSteps, commit_track_indices
 
 # Caches with states of several dtypes: entries of two layers, and one in between that has none.
 
@@ -153,6 +154,22 @@ def test_commit_stores_the_row_it_is_told(cache):
     for layer, rows in update.items():
         want = changed(before[layer], slot5=[part[0, 2] for part in rows], slot2=[part[1, 0] for part in rows])
         assert_same_bits(cache.read_state(layer, jnp.arange(SLOTS)), want)
+
+
+def test_a_state_at_a_grid_point_can_be_kept_too(cache):
+    """Tracking: a second commit of the same rows, to slots of its own. 62 + 3 tokens pass the grid point 64 in row 1,
+    63 + 1 reach it in row 0, 64 + 4 pass none; the last lane is padding, and the third one's slot is gone."""
+    lengths, accepted = jnp.array([62, 63, 64, 0]), jnp.array([3, 1, 4, 0])
+    out = CommitSteps(jnp.full(4, -7), jnp.full(4, -8))
+    steps = commit_track_indices(accepted, lengths, out, num_draft_tokens=4, interval=64)
+    before, rows = cache.read_state(2, jnp.arange(SLOTS)), random_parts(8, (4, 4))
+    _, cache = jaxspec.recur(cache, 2, spy(rows)[0], verify([5, 2, 1, -1], [62, 63, 64, 0], width=4))
+    cache, pending = take_pending(cache)
+    cache = commit(cache, pending, jnp.array([5, 2, 1, -1]), steps.last_step)
+    cache = commit(cache, pending, jnp.array([3, 4, -1, -1]), steps.track_step)
+    places = {"slot5": (0, 2), "slot2": (1, 0), "slot1": (2, 3), "slot3": (0, 1), "slot4": (1, 0)}
+    want = changed(before, **{slot: [part[place] for part in rows] for slot, place in places.items()})
+    assert_same_bits(cache.read_state(2, jnp.arange(SLOTS)), want)
 
 
 def test_states_leave_the_rest_of_the_pool_alone():

@@ -103,7 +103,8 @@ def test_no_module_is_large(module):
 
 
 def test_package_data_is_small():
-    assert sum(path.stat().st_size for path in (ROOT / "models/data").rglob("*") if path.is_file()) <= 23_000_000  # two targets and a draft
+    """Two targets and a draft."""
+    assert sum(path.stat().st_size for path in (ROOT / "models/data").rglob("*") if path.is_file()) <= 23_000_000
 
 
 def test_the_embedded_models_are_there():

@@ -82,6 +82,9 @@ def commit(
 
     Returns:
       The cache after. A request that keeps no row, or is padding, has the state that it had.
+
+    States at grid points, for whoever keeps them, are a second commit of the same rows to slots of their own: to the
+    rows that `pallas_kernels.commit_track_indices` names.
     """
     for layer, parts in pending.items():
         cache = cache.commit_state(layer, slots, last_row, parts, backend)
