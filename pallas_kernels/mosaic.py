@@ -45,6 +45,10 @@ class MosaicLanes(Lanes):
     def load(self, ref, index, mask=None, other=0):
         if mask is None:
             return ref[index]
+        if ref.dtype.itemsize == 1:
+            raise ValueError(
+                f"backend='mosaic': {ref.dtype} elements are of one byte, which it cannot select among; use 'triton'"
+            )
         # A masked lane reads cell 0 (of its column, if that is static), all of them in one transaction, and drops the
         # value. Skipping the loads would take a branch for each register of a thread, and each would wait for the last.
         index = [i if isinstance(i, int) else jnp.where(mask, i, np.int32(0)) for i in index]

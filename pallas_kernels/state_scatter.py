@@ -30,8 +30,8 @@ def state_scatter(src: jax.Array, step: Array, dst_index: Array, out: Array, *, 
     skipped must have different slots. Elements are moved, bit for bit, never computed with.
 
     Args:
-      src: [L, B, D, *inner], any dtype: in each of L layers the states of B requests after each of D rows. inner may be
-        empty.
+      src: [L, B, D, *inner], any dtype (with Mosaic none of one byte): in each of L layers the states of B requests
+        after each of D rows. inner may be empty.
       step: int[B], which of the D states; -1 skips the request.
       dst_index: int[B], the slot; -1 skips the request.
       out: destination of the dtype of src, [L, slots, *entry], where an entry has as many cells as inner, in row-major

@@ -137,13 +137,18 @@ def test_both_destinations_are_donated():
 
 @pytest.mark.parametrize("backend", [None, "triton", MOSAIC])
 def test_a_mask_is_one_kernel_for_cuda(backend):
+    """Unless nobody is named: then XLA fuses so little work with what surrounds it."""
+
     def call(destinations, slots, valid):
         return replay_state_indices(destinations[1], slots, destinations[0], valid=valid, backend=backend)
 
     one = jax.ShapeDtypeStruct((5,), jnp.int32)
     text = aot.lower_text(call, (one, one), one, jax.ShapeDtypeStruct((5,), jnp.bool_))
-    assert text.count("mosaic_gpu_v2" if backend == "mosaic" else "@__gpu$xla.gpu.triton") == 1
-    assert next(x for x in text.splitlines() if "@main" in x).count("tf.aliasing_output") == 2
+    if backend is None:
+        assert "custom_call" not in text
+    else:
+        assert text.count("mosaic_gpu_v2" if backend == "mosaic" else "@__gpu$xla.gpu.triton") == 1
+        assert next(x for x in text.splitlines() if "@main" in x).count("tf.aliasing_output") == 2
 
 
 @pytest.mark.parametrize(
