@@ -28,7 +28,7 @@ from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, NgramDrafte
 from jaxspec.errors import InputError
 from jaxspec.generation import Generation, RequestResult, generate
 from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
-from jaxspec.models import Checkpoint, Model, embedded_names, from_qwen3
+from jaxspec.models import Checkpoint, Model, embedded_names, from_hybrid, from_qwen3
 from jaxspec.models import load as load_model
 from jaxspec.recurrent import gated_delta, recur, short_conv
 from jaxspec.steps import (
@@ -85,6 +85,7 @@ __all__ = [
     "compiler_options",
     "draft",
     "embedded_names",
+    "from_hybrid",
     "from_qwen3",
     "gated_delta",
     "generate",
