@@ -200,7 +200,7 @@ def test_the_sizes_of_the_reference(target):
     base = jaxspec.SpecConfig(
         batch_size=48, num_draft_tokens=8, context_len=2560, max_new_tokens=2048, page_size=128, prefill_chunk=128
     )
-    arms = unified_ab.size_arms(target.model, drafter, base, 0.1)
+    arms = unified_ab.size_arms(target.model, drafter, base, 0.1, 0.1)
     # A window of 256 and a chunk of 128 in flight touch at most 4 pages: 192 SWA pages, so ten times as many FULL ones.
     assert (arms["static"].num_pages, arms["static"].num_swa_pages) == (1921, 193)
     # Bytes a token: 2 FULL layers and 6 SWA layers of 2 heads, 2 draft layers of 1 head, each head 64 wide in K and V.
@@ -216,7 +216,7 @@ def test_the_sizes_of_the_reference(target):
 def test_pools_hold_what_the_requests_need_and_keep_the_ratio(ratio, full, swa):
     # Two requests of 60 tokens: 4 pages each, and a window of 8 with a chunk of 128 in flight needs all of them.
     base = jaxspec.SpecConfig(batch_size=2, num_draft_tokens=3, context_len=60, max_new_tokens=8, page_size=16)
-    static = unified_ab.size_arms(tiny_models.TARGET, jaxspec.NgramDrafter(), base, ratio)["static"]
+    static = unified_ab.size_arms(tiny_models.TARGET, jaxspec.NgramDrafter(), base, ratio, 0.1)["static"]
     assert (static.num_pages - 1, static.num_swa_pages - 1) == (full, swa)
 
 

@@ -16,6 +16,7 @@ from jaxspec.cache import LayerSpec, PoolLayout, StatePart, StateSpec, init_cach
 from jaxspec.generation.results import read_requests
 from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, Ids, VerifyMetadata, WriteWindow
 from jaxspec.recurrent import commit, take_pending
+from jaxspec.steps import run_round
 from pallas_kernels import CommitSteps, commit_track_indices
 
 # Caches with states of several dtypes: entries of two layers, and one in between that has none.
@@ -196,10 +197,24 @@ def test_metadata_that_no_state_can_run_on_are_refused(cache):
         jaxspec.recur(cache, 0, update, verify(None, [3]))
     with pytest.raises(TypeError, match="DecodeMetadata: a recurrent layer runs in a verify or a prefill"):
         jaxspec.recur(cache, 0, update, metadata(DecodeMetadata, [1], [[3]]))
+    with pytest.raises(TypeError, match="layer 1 is an attention layer: it has rows and no state"):
+        jaxspec.recur(cache, 1, update, verify([1], [3]))
     wrong = verify([1], [3]).replace(state_slots=Ids(jnp.array([1]), "full"))
     with pytest.raises(TypeError, match="ids are 'full' where 'state' ones are needed"):
         jaxspec.recur(cache, 0, update, wrong)
     assert not asked
+
+
+def test_states_of_another_shape_are_refused(cache):
+    """As many numbers in another order would be other numbers."""
+    short, long, seen = random_parts(5, (1,))
+    update, _ = spy((short.swapaxes(1, 2), long, seen))
+    with pytest.raises(
+        ValueError, match=r"layer 0: update returned parts of shapes \[\(1, 8, 3\), .* they are \[\(1, 3, 8\)"
+    ):
+        jaxspec.recur(cache, 0, update, prefill([3], [9], [2]))
+    with pytest.raises(ValueError, match=r"with keep='rows' they are \[\(1, 3, 3, 8\), "):
+        jaxspec.recur(cache, 0, spy((short, long, seen))[0], verify([3], [9]))
 
 
 # A layer kind of one's own: all that the step knows of it is its StateSpec
@@ -252,6 +267,22 @@ def average_text(params, ids, count):
         if seen >= len(ids) - 1:
             said.append(int(np.argmax(mean @ params["head"])))
     return said
+
+
+def test_a_state_that_the_model_leaves_alone_is_an_error():
+    """It would never be committed, and its text would be wrong without a word."""
+
+    def apply(params, tokens, positions, cache, metadata):
+        hidden = params["embed"][tokens]
+        return hidden @ params["head"], hidden, cache
+
+    model = jaxspec.Model(apply, (AVERAGE,), VOCAB, 128)
+    config = jaxspec.SpecConfig(batch_size=1, num_draft_tokens=2, context_len=64, max_new_tokens=4)
+    spec = jaxspec.make_spec_step(model, jaxspec.NgramDrafter(), config)
+    params = jaxspec.Params(jax.tree.map(jnp.asarray, average_params()))
+    state = jaxspec.init_state(model, spec.drafter, config, [prompt(5)])
+    with pytest.raises(TypeError, match=r"has called jaxspec.recur for layers \[\]; those with a state are \[0\]"):
+        jax.eval_shape(lambda state: run_round(spec, params, state), state)
 
 
 @pytest.mark.parametrize(("memory", "dtype"), MEMORIES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import (
     CONTEXT,
+    HYBRID_TARGET,
     MODULE,
     TARGET,
     VOCAB,
@@ -21,6 +22,7 @@ from tiny_models import (
 
 import jaxspec
 from jaxspec import models
+from jaxspec.cache import PoolLayout
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
 from jaxspec.metadata import verify_layout, verify_metadata
@@ -351,13 +353,27 @@ def test_impossible_shapes(changes, words):
             [[1] * 20],
             {},
             {"memory": "unified", "num_pages": 3, "num_swa_pages": 3},
-            "needs 9 FULL and .* raise num_pages and num_swa_pages",
+            "needs 8 FULL and .* raise num_pages and num_swa_pages",
         ),
     ],
 )
 def test_impossible_requests(prompts, settings, changes, words):
     with pytest.raises(jaxspec.InputError, match=words):
         jaxspec.init_state(TARGET, None, config(**changes), prompts, **settings)
+
+
+def test_a_pool_without_room_for_the_state_is_refused():
+    """The least that the message names is accepted, and a page's worth less is not."""
+    settings = {"memory": "unified", "batch_size": 1}
+    fields = {"layers": HYBRID_TARGET.layers, "page_size": 4}
+    small = PoolLayout.for_pages(**fields, full=8, swa=6).nbytes
+    with pytest.raises(jaxspec.InputError, match="pages of 4 tokens and a state to reach length 30") as refusal:
+        jaxspec.init_state(HYBRID_TARGET, None, config(**settings, pool_bytes=small), [[1] * 20])
+    least = int(str(refusal.value).rpartition(" ")[2])
+    assert least > small
+    jaxspec.init_state(HYBRID_TARGET, None, config(**settings, pool_bytes=least), [[1] * 20])
+    with pytest.raises(jaxspec.InputError, match=f"to at least {least}"):
+        jaxspec.init_state(HYBRID_TARGET, None, config(**settings, pool_bytes=least - 1), [[1] * 20])
 
 
 def test_the_smallest_pool_that_is_accepted_works(greedy):

@@ -38,7 +38,7 @@ import quick_compile
 from pool_cases import LANES, end, give, grow, pool, release, retire, round_of_pages, same, state
 from pool_model import PoolModel
 
-from jaxspec.cache import init_pool, init_unified
+from jaxspec.cache import UnifiedPages, compaction, init_pool, init_unified
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -269,6 +269,29 @@ def test_states_come_with_their_pages_or_not_at_all():
     pages, cache = end(before[0], 1), before[1]
     same(grow(pages, cache, {3: 20}, ok=False), (pages, cache))  # there is a state, but a page is missing
     grow(pages, cache, {3: 16})
+
+
+def test_the_least_is_granted_where_the_whole_is_not():
+    """Room for three pages: not for the four of both rows' wishes, but for what they cannot do without."""
+    pages, cache = state(pool(4, 1, 1, full=3, swa=3))
+    rows, allocate = jnp.array([1, 2]), jax.jit(UnifiedPages.allocate, static_argnames="max_new")
+    pages, cache, ok = allocate(pages, cache, rows, jnp.array([8, 8]), max_new=3, least=jnp.array([5, 4]))
+    assert ok and pages.num_pages.tolist() == [0, 2, 1]
+    again, _, ok = allocate(pages, cache, rows, jnp.array([12, 8]), max_new=3, least=jnp.array([9, 4]))
+    assert not ok
+    same(again, pages)
+    again, _, ok = allocate(end(pages, 2), cache, rows, jnp.array([12, 0]), max_new=3, least=jnp.array([9, 0]))
+    assert ok and again.num_pages.tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("kinds", [(1, 1, 0), (1, 0, 6), (1, 1, 6)])
+def test_a_turn_too_many_changes_nothing(kinds, seed):
+    """Should the loop that makes room not end at once."""
+    pages, cache = state(pool(4, *kinds), seed=seed)
+    pages, cache = grow(pages, cache, {1: 7, 2: 5})
+    demand = jnp.zeros(len(pages.layout.kinds), jnp.int32)
+    same((pages, cache.buffer), compaction._turn(pages, cache.buffer, demand))
 
 
 def test_short_is_who_lacks_a_page_or_a_state():

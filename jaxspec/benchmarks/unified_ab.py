@@ -15,6 +15,7 @@ Every run starts from a fresh state. Stop ids are ignored, so every request emit
 The experiment is that of SGLang pull request 44973, with a drafter of this library.
 """
 
+import bisect
 import dataclasses
 import fractions
 import json
@@ -161,7 +162,7 @@ def draw_prompts(target: Checkpoint, count: int, length: int, seed: int) -> list
 
 
 def size_arms(
-    target: Model, drafter: Drafter, base: SpecConfig, swa_ratio: float, state_ratio: float = 1.0
+    target: Model, drafter: Drafter, base: SpecConfig, swa_ratio: float, state_ratio: float
 ) -> dict[str, SpecConfig]:
     """Configurations of both arms and of plain `generate`, which is `base`: static pools of just what is needed.
 
@@ -182,11 +183,11 @@ def size_arms(
         part.nbytes for spec in target.layers if spec.carries == ACCUMULATED for part in spec.parts
     )
     wanted = states * (1 + 1 / state_ratio)
-    step = base.page_size  # pages between two tries: estimated from below, then page by page
-    have, more = (kv_bytes(target, drafter, sized(count)) for count in (full, full + step))
-    full += max(math.floor((wanted - have) * step / (more - have)), 0)
-    while kv_bytes(target, drafter, sized(full)) < wanted:
-        full += 1
+    have, one_more = (
+        kv_bytes(target, drafter, dataclasses.replace(sized(full), num_pages=1 + pages)) for pages in (full, full + 1)
+    )
+    most = full + math.ceil(max(wanted - have, 0) / (one_more - have))
+    full += bisect.bisect_left(range(full, most), wanted, key=lambda pages: kv_bytes(target, drafter, sized(pages)))
     static = sized(full)
     unified = dataclasses.replace(base, memory="unified", pool_bytes=kv_bytes(target, drafter, static))
     return {"static": static, "unified": unified, PLAIN: base}
@@ -362,7 +363,7 @@ def _memory_table(memory: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
     for title, key in (
         ("FULL pages", "full_pages"),
         ("SWA pages", "swa_pages"),
-        ("K/V bytes, draft's too", "kv_bytes"),
+        ("bytes, the draft's too", "kv_bytes"),
     ):
         rows.append((title, *("any" if memory[name][key] is None else str(memory[name][key]) for name in names)))
     return rows

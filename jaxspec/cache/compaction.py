@@ -94,13 +94,13 @@ def _judge(pages, demand: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _turn(pages, buffer: Array, demand: Array) -> tuple:
-    """One page less, or one more, in one of the spans."""
+    """One page less, or one more, in one of the spans; nothing if there is nothing to do."""
     layout, kinds = pages.layout, len(pages.layout.kinds)
     lacking, vacating, sparing, taking = _judge(pages, demand)
     from_full = lacking & (pages.holes[FULL] > demand[FULL])
     from_swa = lacking & ~from_full & sparing
     takes = lacking & ~from_full & ~from_swa & taking
-    leaves = ~lacking & vacating
+    leaves, due = ~lacking & vacating, lacking | vacating
     from_states = lacking & ~(from_full | from_swa | takes)
 
     kind = jnp.where(from_full, FULL, jnp.where(from_states, kinds - 1, SWA if pages.has_swa else FULL))
@@ -113,7 +113,7 @@ def _turn(pages, buffer: Array, demand: Array) -> tuple:
     rows = jnp.array([OWNER, PLACE, HOLE])
     found, physical = read_first(pages.physical[rows, origin + jnp.stack([page, page, holes])], pages.physical)
     owner, cell, top = found
-    alive = (owner > 0) & ~takes
+    alive = (owner > 0) & ~takes & due
     fresh = leaves & (holes == 0)  # no hole to move to: the page above the span becomes one
     top = jnp.where(fresh, low + span, jnp.where(takes, page, top))
     cell = jnp.where(takes, holes + 1, cell)
@@ -121,11 +121,11 @@ def _turn(pages, buffer: Array, demand: Array) -> tuple:
     # that is taken in goes on top.
     column = origin + jnp.stack([page, top, cell, top])
     value = jnp.stack([jnp.int32(UNBOUND), owner, top, cell])
-    written = jnp.stack([alive, alive, ~alive, ~alive])
+    written = jnp.stack([alive, alive, ~alive, ~alive]) & due
     physical = physical.at[jnp.array([OWNER, OWNER, HOLE, PLACE]), jnp.where(written, column, 0)].set(
         jnp.where(written, value, 0)
     )
-    change = jnp.where(fresh, 0, jnp.where(takes, 1, -1))
+    change = jnp.where(fresh | ~due, 0, jnp.where(takes, 1, -1))
     lower = leaves.astype(jnp.int32) - takes.astype(jnp.int32)
     pages = pages.replace(
         physical=physical,

@@ -7,9 +7,9 @@ the *sink*: it belongs to nobody, rows that must not land anywhere write there, 
 A recurrent layer has a *state* a request instead, addressed by its slot: the request row in separate buffers, the page
 of kind "state" in a pool; slot 0 is the sink.
 
-Two views with one interface, `write` and `read`, `write_state` and `read_state`: `KVCache` keeps an array a layer,
-`PoolCache` all of them in one pool. In both, K and V of a layer and slot are neighbours, K first, so that each call is
-one scatter or one gather.
+Two views with one interface, `write` and `read`, `write_state`, `read_state` and `commit_state`: `KVCache` keeps an
+array a layer, `PoolCache` all of them in one pool. In both, K and V of a layer and slot are neighbours, K first, so
+that each call is one scatter or one gather.
 
 Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
 stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.

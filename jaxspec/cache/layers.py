@@ -7,7 +7,7 @@ There are two ways, and each kind of layer says in `carries` which is its own:
 * ACCUMULATED: one value a request into which every token has been folded. It cannot be overwritten in part, so a verify
   leaves it alone and keeps what it would be after each of its rows; commit stores the one after the last accepted row.
 
-Caches, allocator and step ask no more of a layer than this.
+`LayerSpec` is what a layer of the first kind says of itself, `StateSpec` one of the second. The step asks no more.
 """
 
 import dataclasses

@@ -83,7 +83,7 @@ class Pages:
         return enough & (swa <= self.free_count[SWA]) if self.has_swa else enough
 
     def allocate(
-        self, cache, req_rows: Array, lengths: Array, *, max_new: int, backend: str | None = None
+        self, cache, req_rows: Array, lengths: Array, *, max_new: int, least: Array | None = None, backend=None
     ) -> tuple["Pages", Any, Array]:
         """Gives each row the pages it lacks to hold `lengths` tokens; all rows or none.
 
@@ -92,7 +92,7 @@ class Pages:
           req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
           lengths: int32[B], tokens each row must have room for; at most P * page_size.
           max_new: most pages one row can lack (static).
-          backend: as in `UnifiedPages.allocate`; here is no kernel.
+          least, backend: as in `UnifiedPages.allocate`; here `lengths` decide, and there is no kernel.
 
         Returns:
           The pages after, the cache, and bool[], whether there were enough pages. If not, all is as it was.

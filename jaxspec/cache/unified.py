@@ -143,21 +143,29 @@ class UnifiedPages:
         return (lacks & (req_rows > 0)).any()
 
     def allocate(
-        self, cache: PoolCache, req_rows: Array, lengths: Array, *, max_new: int, backend: str | None = None
+        self,
+        cache: PoolCache,
+        req_rows: Array,
+        lengths: Array,
+        *,
+        max_new: int,
+        least: Array | None = None,
+        backend: str | None = None,
     ) -> tuple["UnifiedPages", PoolCache, Array]:
         """Gives each row the pages it lacks to hold `lengths` tokens, zeroed, and a slot for its state; all or none.
 
         Args:
           cache: the pool whose pages these are.
           req_rows: int32[B], request row of each lane, all different; 0 asks for nothing.
-          lengths: int32[B], tokens each row must have room for.
+          lengths: int32[B], tokens each row gets room for.
           max_new: most pages one row can lack (static).
+          least: int32[B], at most `lengths`: tokens that each row gets room for if `lengths` do not fit.
           backend: who zeroes the pages, see `pallas_kernels` (static).
 
         Returns:
           The state and the pool after, and bool[], whether there was room. There is none if the pages do not fit, or a
-          row lacks more than `max_new` or needs more than P pages: then nothing has changed, no byte of the pool
-          either. Otherwise every new FULL and SWA page is zero over its whole length (a new state holds anything), and
+          row lacks more than `max_new` or needs more than P pages: then no table and no byte of the pool has
+          changed. Otherwise every new FULL and SWA page is zero over its whole length (a new state holds anything), and
           others may have moved: `v2p` says where to, their bytes are the same. In place where state and pool are
           donated.
 
@@ -172,14 +180,16 @@ class UnifiedPages:
         """
         real = req_rows > 0
         owned = self.num_pages[req_rows]
-        lacking = jnp.where(real, jnp.maximum(-(-lengths // self.page_size) - owned, 0), 0)
         stateless = real & (self.state_slot[req_rows] == 0) if self.has_state else jnp.zeros_like(real)
-        total = jnp.minimum(lacking, max_new).sum(dtype=jnp.int32)
         states = stateless.sum(dtype=jnp.int32)
-        fits = self.fits(total, total, states)
-        ok = fits & ((lacking <= max_new) & (owned + lacking <= self.page_table.shape[1])).all()
-        taken, total, states = jnp.where(ok, lacking, 0), jnp.where(ok, total, 0), jnp.where(ok, states, 0)
-        stateless &= ok
+        ok, taken = jnp.bool_(False), jnp.zeros_like(owned)
+        for tokens in [lengths] if least is None else [least, lengths]:  # the last that fits
+            lacking = jnp.where(real, jnp.maximum(-(-tokens // self.page_size) - owned, 0), 0)
+            total = jnp.minimum(lacking, max_new).sum(dtype=jnp.int32)
+            fits = self.fits(total, total, states)
+            fits &= ((lacking <= max_new) & (owned + lacking <= self.page_table.shape[1])).all()
+            ok, taken = ok | fits, jnp.where(fits, lacking, taken)
+        total, states, stateless = taken.sum(dtype=jnp.int32), jnp.where(ok, states, 0), stateless & ok
 
         demand = jnp.stack(list(self.counts(total, total, states).values()))
         pages, buffer = make_room(self, cache.buffer, demand)

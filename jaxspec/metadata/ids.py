@@ -1,15 +1,14 @@
 """Ids that know which space they belong to, for finding a translation that happens twice or not at all.
 
-A token location or page number is virtual, or physical in FULL or in SWA: three int32 arrays that look alike. With
-`SpecConfig(check_ids=True)` the step marks the virtual ids it starts from; builders mark what they make of them, and
-who reads a mark it does not expect raises while the program is traced. The compiled program is the same.
+A token location or page number is virtual, or physical in FULL or in SWA, or names a state: int32 arrays that look
+alike. With `SpecConfig(check_ids=True)` the step marks the virtual ids it starts from; builders mark what they make of
+them, and who reads a mark it does not expect raises while the program is traced. The compiled program is the same.
 """
 
 import flax.struct
 import jax
 
 Array = jax.Array
-SPACES = ("virtual", "full", "swa", "state")
 
 
 @flax.struct.dataclass

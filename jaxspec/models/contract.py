@@ -29,7 +29,7 @@ import jax
 
 from jaxspec.attention import attend
 from jaxspec.cache import KVCache, LayerSpec, PoolCache, StatePart, StateSpec
-from jaxspec.cache.layers import ACCUMULATED
+from jaxspec.cache.layers import ACCUMULATED, POSITION
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
 from jaxspec.models.qwen3 import Qwen3
@@ -60,7 +60,7 @@ class Model:
     @property
     def swa_window(self) -> int | None:
         """The largest window among layers stored in SWA pages; None if there is none."""
-        windows = [spec.window for spec in self.layers if isinstance(spec, LayerSpec) and spec.storage == "swa"]
+        windows = [spec.window for spec in self.layers if spec.carries == POSITION and spec.storage == "swa"]
         return max(windows) if windows else None
 
     @property

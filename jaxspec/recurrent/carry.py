@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import KVCache, PoolCache
+from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.cache.pages import read_first
 from jaxspec.metadata import DraftExtendMetadata, VerifyMetadata
 from jaxspec.metadata.ids import unmarked
@@ -37,8 +38,12 @@ def recur(cache: Cache, layer: int, update: Update, metadata) -> tuple[Array, Ca
       The output, and the cache: with the new state stored ("last"), or unchanged but for `pending` ("rows").
 
     Raises:
-      TypeError: the metadata are of another kind, or name no states.
+      TypeError: the metadata are of another kind or name no states, or the layer has none.
+      ValueError: the parts that `update` returned have other shapes.
     """
+    spec = cache.layers[layer]
+    if spec.carries != ACCUMULATED:
+        raise TypeError(f"layer {layer} is an attention layer: it has rows and no state, call jaxspec.attend")
     if metadata.state_slots is None:
         raise TypeError("metadata.state_slots is None: they were built for a model without recurrent layers")
     slots, positions = unmarked(metadata.state_slots, "state"), metadata.window.positions
@@ -58,6 +63,10 @@ def recur(cache: Cache, layer: int, update: Update, metadata) -> tuple[Array, Ca
     parts, cache = read_first(cache.read_state(layer, jnp.where(taking_part, slots, 0)), cache)
     parts = tuple(jnp.where(stored.reshape(-1, *[1] * (part.ndim - 1)), part, 0) for part in parts)
     out, after = update(parts, real, keep)
+    axes = positions.shape if keep == "rows" else positions.shape[:1]
+    wanted, got = [(*axes, *part.shape) for part in spec.parts], [part.shape for part in after]
+    if got != wanted:
+        raise ValueError(f"layer {layer}: update returned parts of shapes {got}; with keep={keep!r} they are {wanted}")
     if keep == "rows":
         return out, cache.replace(pending={**cache.pending, layer: tuple(after)})
     return out, cache.write_state(layer, jnp.where(real.any(axis=1), slots, 0), tuple(after))

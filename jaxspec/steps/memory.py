@@ -31,25 +31,35 @@ from pallas_kernels import replay_state_indices
 Array = jax.Array
 
 
-def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> PoolLayout:
-    """The layout of the unified pool: of `config.pool_bytes`, or just large enough for the pages that split pools would
-    have."""
-    settings = {
+def _settings(target: Model, drafter: Drafter | None, config: SpecConfig) -> dict[str, Any]:
+    return {
         "page_size": config.page_size,
         "dtype": target.dtype,
         "draft_layers": getattr(drafter, "cache_layers", ()),
     }
+
+
+def smallest_pool(
+    target: Model, drafter: Drafter | None, config: SpecConfig, *, full: int, swa: int, state: int
+) -> PoolLayout:
+    """The layout of the smallest unified pool that holds so many pages of each kind that the model has."""
+    return PoolLayout.for_pages(target.layers, full=full, swa=swa, state=state, **_settings(target, drafter, config))
+
+
+def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> PoolLayout:
+    """The layout of the unified pool: of `config.pool_bytes`, or just large enough for the pages that split pools would
+    have."""
     if config.pool_bytes is not None:
-        least = PoolLayout.for_pages(target.layers, full=1, swa=1, state=1, **settings).nbytes
+        least = smallest_pool(target, drafter, config, full=1, swa=1, state=1).nbytes
         if config.pool_bytes < least:
             raise InputError(
                 f"pool_bytes={config.pool_bytes}: the sinks and one page of each kind take {least} bytes, so give more"
             )
-        return PoolLayout.for_budget(target.layers, budget=config.pool_bytes, **settings)
+        return PoolLayout.for_budget(target.layers, budget=config.pool_bytes, **_settings(target, drafter, config))
     full, swa = config.full_pages() - 1, config.swa_pages(target.swa_window) - 1
     if full < 1:
         raise InputError(f"num_pages={config.num_pages}: the pool needs a page besides the sink, so at least 2")
-    return PoolLayout.for_pages(target.layers, full=full, swa=swa, state=config.batch_size, **settings)
+    return smallest_pool(target, drafter, config, full=full, swa=swa, state=config.batch_size)
 
 
 def init_memory(
@@ -92,7 +102,7 @@ def state_slots(spec, pages: Pages | UnifiedPages, rows: Array) -> Array | Ids |
             rows,
             pages.state_slot,
             jnp.zeros_like(rows),
-            valid=rows > 0,
+            valid=(rows > 0) & (pages.state_slot[rows] > 0),
             v2p=pages.state_v2p,
             backend=config.kernel_backend,
         )

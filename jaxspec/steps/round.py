@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import Pages, UnifiedPages
+from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.cache.pages import run_if
 from jaxspec.drafting import DraftContext, Drafts
 from jaxspec.metadata import VerifyMetadata, verify_metadata
@@ -115,15 +116,18 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
     running = requests.status[1:] == RUNNING
     rows = jnp.where(running, lane_rows, 0)
-    reach = jnp.minimum(requests.seq_len[1:] + config.reserve, config.context_len)
+    least = _next_end(config, requests)
+    # No row is ever verified past the last token that a request may emit.
+    final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
+    reach = jnp.maximum(jnp.minimum(_next_end(config, requests, config.reserve), final), least)
     max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
 
     def hand_out(pages, cache, _):
-        return pages.allocate(cache, rows, reach, max_new=max_new, backend=config.kernel_backend)
+        return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
 
     memory = state.pages, state.cache, jnp.bool_(True)
     if config.memory == "unified":
-        pages, cache, enough = run_if(_short(config, requests, state.pages, rows), hand_out, *memory)
+        pages, cache, enough = run_if(state.pages.short(rows, least), hand_out, *memory)
     else:
         pages, cache, enough = hand_out(*memory)
 
@@ -202,6 +206,12 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
     logits, _, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
     targets = greedy_token(logits)
     cache, pending = take_pending(cache)
+    recurrent = {layer for layer, spec in enumerate(spec.target.layers) if spec.carries == ACCUMULATED}
+    if set(pending) != recurrent:
+        raise TypeError(
+            f"the model has called jaxspec.recur for layers {sorted(pending)}; those with a state are "
+            f"{sorted(recurrent)}: call it once for each of them"
+        )
     return state.replace(cache=cache), Verdict(
         targets=targets,
         accepted=greedy_accept(drafts.tokens, drafts.count, targets),
@@ -325,9 +335,10 @@ def log_run(history: Array | None, position: Array, count: Array, logits: Array 
     return history.at[row, jnp.where(live, position[:, None] + column, 0)].set(jnp.where(live, chosen, 0))
 
 
-def _short(config, requests: Requests, pages: UnifiedPages, rows: Array) -> Array:
-    """bool[], whether any of `rows` lacks a page for the next D rows."""
-    return pages.short(rows, jnp.minimum(requests.seq_len[1:] + config.num_draft_tokens, config.context_len))
+def _next_end(config, requests: Requests, ahead: int | None = None) -> Array:
+    """int32[B], where the rows of each lane's next round end, or so many tokens ahead; at most the context limit."""
+    ahead = config.num_draft_tokens if ahead is None else ahead
+    return jnp.minimum(requests.seq_len[1:] + ahead, config.context_len)
 
 
 def free_pages(spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, *, max_advance: int | None = None):
@@ -360,7 +371,7 @@ def free_pages(spec, requests: Requests, pages: Pages | UnifiedPages, rows: Arra
         return pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
 
     if lazy:
-        due = ended.any() | _short(config, requests, pages, rows)
+        due = ended.any() | pages.short(rows, _next_end(config, requests))
         (pages,) = run_if(due, lambda pages: (retire(pages).release(ended),), pages)
     else:
         (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), retire(pages))

@@ -22,7 +22,7 @@ from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.metadata import verify_layout
 from jaxspec.models.contract import Model
-from jaxspec.steps.memory import init_memory, pool_layout
+from jaxspec.steps.memory import init_memory, pool_layout, smallest_pool
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
@@ -64,7 +64,7 @@ class SpecState:
     """Everything a round reads and writes besides the weights. R request rows, P pages a row, T = context_len.
 
     Attributes:
-      cache: the target's KV buffers.
+      cache: the target's K, V and states.
       draft: the drafter's own state.
       pages: who owns which page.
       tokens: int32[R, T], prompt and emitted tokens.
@@ -133,19 +133,18 @@ def _check(target: Model, drafter: Drafter | None, config: SpecConfig, prompts, 
                 f"prompt {i}: max_new_tokens={limit}, outside 0 .. {config.max_new_tokens} of the configuration"
             )
         # The last round starts at length prompt + limit - 2; a request that wants one token at most sees no round.
-        reach = prompt.size if limit <= 1 else prompt.size + limit - 2 + config.reserve
+        reach = prompt.size if limit <= 1 else prompt.size + limit - 2 + config.num_draft_tokens
         reach = min(reach, config.context_len)
         pages = -(-reach // config.page_size)
         if layout is not None:
             swa = 0 if target.swa_window is None else min(pages, config.swa_pages_per_row(target.swa_window))
-            if not layout.holds(full=pages, swa=swa):
-                least = dataclasses.replace(config, pool_bytes=None, num_pages=pages + 1, num_swa_pages=swa + 1)
-                needed = pool_layout(target, drafter, least).nbytes
+            if not layout.holds(full=pages, swa=swa, state=int(target.has_state)):
+                needed = smallest_pool(target, drafter, config, full=pages, swa=swa, state=1).nbytes
                 way_out = f"pool_bytes to at least {needed}" if config.pool_bytes else "num_pages and num_swa_pages"
                 raise InputError(
-                    f"prompt {i} needs {pages} FULL and {swa} sliding-window pages of {config.page_size} tokens to "
-                    f"reach length {reach}, the rows of two rounds included; a pool of {layout.nbytes} bytes does not "
-                    f"hold them: raise {way_out}"
+                    f"prompt {i} needs {pages} FULL and {swa} sliding-window pages of {config.page_size} tokens"
+                    f"{' and a state' if target.has_state else ''} to reach length {reach}, the rows of the last round "
+                    f"included; a pool of {layout.nbytes} bytes does not hold them: raise {way_out}"
                 )
             continue
         if pages > config.full_pages() - 1:
