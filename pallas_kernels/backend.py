@@ -129,7 +129,8 @@ def explain_backends() -> list[BackendChoice]:
         reason = f"the compiled kernels need a CUDA device; found {_device()}"
         return [BackendChoice(kernel, "reference", reason) for kernel in KERNELS]
     backend, reason = _fastest(capability)
-    measured = {kernel: f"; {_MEASURED[kernel]}" if backend == "triton" else "" for kernel in KERNELS}
+    said = {kernel for kernel in KERNELS if backend == "triton" or kernel in _LEFT_TO_XLA}
+    measured = {kernel: f"; {_MEASURED[kernel]}" if kernel in said else "" for kernel in KERNELS}
     chosen = {kernel: "reference" if kernel in _LEFT_TO_XLA else backend for kernel in KERNELS}
     return [BackendChoice(kernel, chosen[kernel], reason + measured[kernel]) for kernel in KERNELS]
 
