@@ -156,12 +156,12 @@ def hybrid_config(**changes):
         pytest.param(
             {"tie_word_embeddings": False, "partial_rotary_factor": 0.5, "rope_theta": 1e6}, id="untied, rope"
         ),
-        pytest.param({"layer_types": ("linear_attention",)}, id="a linear layer alone"),
         pytest.param({"layer_types": ("full_attention",), "partial_rotary_factor": 1.0}, id="a gated layer alone"),
     ],
 )
 def test_random_hybrid_model_has_the_reference_logits(tmp_path, changes):
-    """Full and linear layers; the reference refuses sliding ones. The text is longer than the rule's chunks."""
+    """Full and linear layers; the reference refuses sliding ones, and linear ones alone. The text is longer than the
+    rule's chunks."""
     config = hybrid_config(**changes)
     models.save(tmp_path, config, models.random_params(config, 1), jnp.float32)
     tokens = random_tokens(config, length=75)
