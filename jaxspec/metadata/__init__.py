@@ -1,7 +1,15 @@
 """What a forward needs to know about its rows, built on the device from live tables."""
 
-from jaxspec.metadata.build import decode_step, draft_extend_metadata, draft_window, verify_layout, verify_metadata
+from jaxspec.metadata.build import (
+    decode_step,
+    draft_chain_metadata,
+    draft_extend_metadata,
+    draft_window,
+    verify_layout,
+    verify_metadata,
+)
 from jaxspec.metadata.ids import Ids
+from jaxspec.metadata.kpool import KPool, KPoolMetadata, KPoolWritePlan
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
 
 __all__ = [
@@ -9,9 +17,13 @@ __all__ = [
     "DraftExtendMetadata",
     "ForwardMetadata",
     "Ids",
+    "KPool",
+    "KPoolMetadata",
+    "KPoolWritePlan",
     "VerifyMetadata",
     "WriteWindow",
     "decode_step",
+    "draft_chain_metadata",
     "draft_extend_metadata",
     "draft_window",
     "verify_layout",

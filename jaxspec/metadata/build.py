@@ -6,20 +6,41 @@ zeros for padded lanes), `v2p` the interleaved map (column 0 FULL, column 1 SWA,
 `jaxspec.cache.Pages`; any arrays of that form do.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from jaxspec.metadata.ids import Ids, marked, unmarked
+from jaxspec.metadata.kpool import KPool, KPoolMetadata, from_packed, ordinary
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, VerifyMetadata, WriteWindow
 from pallas_kernels import MetadataLayout, PackedMetadata, decode_metadata, draft_write_window
 from pallas_kernels import draft_extend_metadata as write_draft_extend
 
+try:  # TEMPORARY until the kernel lands
+    from pallas_kernels import kpool_metadata as write_kpool
+except ImportError:
+    write_kpool = None
+
 Array = jax.Array
 
 
-def verify_layout(*, batch_size: int, num_rows: int, pages_per_row: int, swa: bool) -> MetadataLayout:
-    """Layout of the packed int32 buffer that the metadata of a forward of `num_rows` rows a request is written to."""
-    return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa)
+def verify_layout(
+    *,
+    batch_size: int,
+    num_rows: int,
+    pages_per_row: int,
+    swa: bool,
+    kpool: KPool | None = None,
+    lengths: int | None = None,
+) -> MetadataLayout:
+    """Layout of the packed int32 buffer that the metadata of a forward of `num_rows` rows a request is written to.
+
+    With `kpool`, `lengths` rows a request have lengths of their own, all of them by default.
+    """
+    shape = None if kpool is None else kpool.shape(num_rows if lengths is None else lengths)
+    more = {} if shape is None else {"kpool": shape}
+    return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa, **more)
 
 
 def _window(packed: PackedMetadata, page_rows: Array | Ids) -> WriteWindow:
@@ -43,6 +64,7 @@ def verify_metadata(
     page_size: int,
     limit: Array | int,
     state_slots: Array | Ids | None = None,
+    kpool: KPool | None = None,
     backend: str | None = None,
 ) -> tuple[VerifyMetadata, PackedMetadata]:
     """Metadata of a target verify: D = `packed.layout.D` rows a request, the first at the committed length.
@@ -57,23 +79,29 @@ def verify_metadata(
       page_size: tokens a page, a power of two.
       limit: context limit in tokens; rows at or past it go to the sink and are no keys of any row.
       state_slots: int32[B], where the requests' states are, -1 for padded lanes; see `jaxspec.recur`.
-      backend: who runs the two kernels, see `pallas_kernels`.
+      kpool: how sparse layers select and who prepares it; None without such layers. `packed` must have its sections.
+      backend: who runs the kernels, see `pallas_kernels`.
 
     Returns:
       The metadata, whose tables and window are views of the second result, and the packed buffer after. Key lengths are
       those of the buffer, L + D, cut at the limit.
 
-    Source: the captured translated verify metadata of SGLang's PR #44973, tails cleared.
+    Source: the captured translated verify metadata of SGLang's PR #44973, tails cleared; with `kpool` the KPool
+    metadata fusion for GLM-5.3-Flash.
     """
     B, D = packed.layout.B, packed.layout.D
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
     virtual = unmarked(page_rows, "virtual")
-    packed = decode_metadata(seq_lens, req_rows, virtual, packed, seq_len_delta=D, zero_tail=True, **maps)
-    packed = draft_write_window(seq_lens, req_rows, virtual, packed, anchor=anchor, limit=limit, **maps)
-    tables = packed.decode_tables()
-    first = jnp.arange(D, dtype=jnp.int32) == 0
+    if _is_fused(kpool):
+        more = dict(pool=kpool.pool, topk=kpool.topk, anchor=anchor, limit=limit, zero_tail=True)
+        packed = write_kpool(seq_lens, req_rows, virtual, packed, mode="verify", **more, **maps)
+    else:
+        packed = decode_metadata(seq_lens, req_rows, virtual, packed, seq_len_delta=D, zero_tail=True, **maps)
+        packed = draft_write_window(seq_lens, req_rows, virtual, packed, anchor=anchor, limit=limit, **maps)
+    tables, row = packed.decode_tables(), jnp.arange(D, dtype=jnp.int32)
     # Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
     lengths = jnp.minimum(tables.cache_seqlens, limit)
+    fields = _Fields(kpool, packed, req_rows, page_size, limit)
     metadata = VerifyMetadata(
         cache_seqlens=lengths,
         cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
@@ -82,8 +110,14 @@ def verify_metadata(
         window=_window(packed, page_rows),
         logit_rows=None,
         state_slots=state_slots,
+        kpool=fields.build(
+            visible=jnp.minimum(seq_lens[:, None] + 1 + row, limit),
+            start=seq_lens,
+            cache_seqlens=seq_lens + D,
+            count=jnp.where(req_rows > 0, jnp.clip(limit - seq_lens, 0, D), 0),
+        ),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
-        ids=jnp.where(first, packed.window().anchor_ids, 0),
+        ids=jnp.where(row == 0, packed.window().anchor_ids, 0),
     )
     return metadata, packed
 
@@ -97,7 +131,10 @@ def draft_extend_metadata(
     packed: PackedMetadata,
     *,
     page_size: int,
+    limit: Array | int | None = None,
+    count: Array | None = None,
     state_slots: Array | Ids | None = None,
+    kpool: KPool | None = None,
     backend: str | None = None,
 ) -> tuple[DraftExtendMetadata, PackedMetadata]:
     """Metadata of a ragged run of new tokens: a chunk of a prompt, or rows that a draft model has still to see.
@@ -105,31 +142,125 @@ def draft_extend_metadata(
     Args:
       seq_lens: int32[B], tokens already in the cache.
       extend_lens: int32[B], new tokens, 0 .. D; rows past them are padding and go to the sink.
-      req_rows, page_rows, v2p, packed, page_size, state_slots, backend: as in `verify_metadata`.
+      limit: context limit in tokens, as in `verify_metadata`; None where no row can reach it.
+      count: int32[B], how many of the new tokens are known to stay; `extend_lens` by default.
+      req_rows, page_rows, v2p, packed, page_size, state_slots, kpool, backend: as in `verify_metadata`.
 
     Returns:
-      The metadata, with `logit_rows` naming the last real row of each request (0 where there is none), and the packed
-      buffer.
+      The metadata, with `logit_rows` naming the last row of each request that stays (0 where there is none), and the
+      packed buffer.
     """
+    count = extend_lens if count is None else count
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    virtual = unmarked(page_rows, "virtual")
-    packed = write_draft_extend(seq_lens + extend_lens, extend_lens, req_rows, virtual, packed, zero_tail=True, **maps)
-    packed = draft_write_window(seq_lens, req_rows, virtual, packed, **maps)
+    virtual, ends = unmarked(page_rows, "virtual"), seq_lens + extend_lens
+    if _is_fused(kpool):
+        more = dict(pool=kpool.pool, topk=kpool.topk, extend_lens=extend_lens, limit=limit, zero_tail=True)
+        packed = write_kpool(ends, req_rows, virtual, packed, mode="draft_extend", **more, **maps)
+    else:
+        packed = write_draft_extend(ends, extend_lens, req_rows, virtual, packed, zero_tail=True, **maps)
+        packed = draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
     tables, window = packed.decode_tables(), _window(packed, page_rows)
-    real = jnp.arange(packed.layout.D, dtype=jnp.int32) < extend_lens[:, None]
+    row = jnp.arange(packed.layout.D, dtype=jnp.int32)
+    real = row < extend_lens[:, None]
+    end = 2**31 - 1 if limit is None else limit
+    fields = _Fields(kpool, packed, req_rows, page_size, end)
 
     metadata = DraftExtendMetadata(
-        cache_seqlens=tables.cache_seqlens,
+        cache_seqlens=tables.cache_seqlens if limit is None else jnp.minimum(tables.cache_seqlens, limit),
         cu_seqlens_k=tables.cu_seqlens_k,
         page_table=marked(tables.page_table, "full", page_rows),
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
         window=jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions),
-        logit_rows=jnp.maximum(extend_lens - 1, 0)[:, None],
+        logit_rows=jnp.maximum(count - 1, 0)[:, None],
         state_slots=state_slots,
+        kpool=fields.build(
+            visible=jnp.where(real, jnp.minimum(seq_lens[:, None] + 1 + row, end), 0),
+            start=seq_lens,
+            cache_seqlens=ends,
+            count=jnp.minimum(count, jnp.maximum(end - seq_lens, 0)),
+        ),
         extend_lens=extend_lens,
         cu_seqlens_q=tables.cu_seqlens_q,
     )
     return metadata, packed
+
+
+def draft_chain_metadata(
+    seq_lens: Array,
+    req_rows: Array,
+    page_rows: Array | Ids,
+    v2p: Array,
+    packed: PackedMetadata,
+    *,
+    page_size: int,
+    limit: Array | int,
+    kpool: KPool,
+    state_slots: Array | Ids | None = None,
+    backend: str | None = None,
+) -> tuple[DecodeMetadata, PackedMetadata]:
+    """Metadata of all steps of a draft chain over sparse layers, computed once: MTP precompute.
+
+    The steps share everything but the column of the window that each writes: what they attend to was selected when the
+    newest committed row was computed.
+
+    Args:
+      seq_lens: int32[B], committed tokens L; the chain's rows are at positions L, L + 1, ...
+      packed: the chain's own buffer: D rows a request in the window, one that has lengths.
+      req_rows, page_rows, v2p, page_size, limit, kpool, state_slots, backend: as in `verify_metadata`.
+
+    Returns:
+      The metadata, whose lengths are those of a decode at L, and whose window has the D rows of the chain; and the
+      packed buffer after.
+    """
+    maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
+    virtual = unmarked(page_rows, "virtual")
+    if _is_fused(kpool):
+        more = dict(pool=kpool.pool, topk=kpool.topk, limit=limit, zero_tail=True)
+        packed = write_kpool(seq_lens, req_rows, virtual, packed, mode="mtp_precompute", **more, **maps)
+    else:
+        packed = decode_metadata(seq_lens, req_rows, virtual, packed, zero_tail=True, **maps)
+        packed = draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
+    tables, fields = packed.decode_tables(), _Fields(kpool, packed, req_rows, page_size, limit)
+    metadata = DecodeMetadata(
+        cache_seqlens=tables.cache_seqlens,
+        cu_seqlens_k=tables.cu_seqlens_k,
+        page_table=marked(tables.page_table, "full", page_rows),
+        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
+        window=_window(packed, page_rows),
+        logit_rows=None,
+        state_slots=state_slots,
+        kpool=fields.build(
+            visible=jnp.minimum(seq_lens, limit)[:, None],
+            start=seq_lens,
+            cache_seqlens=seq_lens,
+            count=jnp.zeros_like(seq_lens),
+        ),
+    )
+    return metadata, packed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """Where the KPool metadata of a forward come from: the packed buffer, or separate operations."""
+
+    kpool: KPool | None
+    packed: PackedMetadata
+    req_rows: Array
+    page_size: int
+    limit: Array | int
+
+    def build(self, *, visible: Array, start: Array, cache_seqlens: Array, count: Array) -> KPoolMetadata | None:
+        if self.kpool is None:
+            return None
+        table = self.packed.decode_tables().page_table
+        if self.kpool.fused:
+            return from_packed(self.kpool, self.packed, table, self.req_rows, count)
+        rest = dict(page_size=self.page_size, limit=self.limit)
+        return ordinary(self.kpool, visible, start, cache_seqlens, table, self.req_rows, count, **rest)
+
+
+def _is_fused(kpool: KPool | None) -> bool:
+    return kpool is not None and kpool.fused
 
 
 def draft_window(

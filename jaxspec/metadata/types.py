@@ -5,10 +5,15 @@ page * page_size + offset. Virtual locations name a token of a request whatever 
 buffers of their storage kind. 0 is the sink in each of the three spaces.
 """
 
+import functools
+
 import flax.struct
 import jax
 
+from jaxspec.metadata.kpool import KPoolMetadata
+
 Array = jax.Array
+_keyword_dataclass = functools.partial(flax.struct.dataclass, kw_only=True)
 
 
 @flax.struct.dataclass
@@ -29,7 +34,7 @@ class WriteWindow:
     positions: Array
 
 
-@flax.struct.dataclass
+@_keyword_dataclass
 class ForwardMetadata:
     """What every forward carries; a model reads no more than this class names.
 
@@ -41,8 +46,9 @@ class ForwardMetadata:
       swa_page_table: int32[B, P] or None, the same for SWA pages; retired and unbound columns are 0.
       window: where the rows of this forward go.
       logit_rows: int32[B, K] or None, which of the D rows need logits; None means all of them.
-      state_slots: int32[B] or None, where each request's state is; -1 for padded lanes. None when the model has no
-        recurrent layer.
+      state_slots: int32[B] or None, where each request's state is; -1 for padded lanes. None when no layer of the model
+        keeps anything a request.
+      kpool: what compressed sparse attention needs besides; None when the model has no such layer.
     """
 
     cache_seqlens: Array
@@ -52,14 +58,15 @@ class ForwardMetadata:
     window: WriteWindow
     logit_rows: Array | None
     state_slots: Array | None
+    kpool: KPoolMetadata | None = None
 
 
-@flax.struct.dataclass
+@_keyword_dataclass
 class DecodeMetadata(ForwardMetadata):
     """One row a request (D = 1): plain decoding, or one step of a draft model."""
 
 
-@flax.struct.dataclass
+@_keyword_dataclass
 class VerifyMetadata(ForwardMetadata):
     """D rows a request, the same D for all: the anchor token and D - 1 drafts.
 
@@ -72,7 +79,7 @@ class VerifyMetadata(ForwardMetadata):
     ids: Array
 
 
-@flax.struct.dataclass
+@_keyword_dataclass
 class DraftExtendMetadata(ForwardMetadata):
     """A ragged run of new tokens a request, padded to D rows: a prefill chunk, or what a draft model must catch up on.
 
