@@ -247,10 +247,10 @@ def test_layers_that_are_not_there():
             layout.row(*arguments)
 
 
-@pytest.mark.parametrize("field", ["num_kv_heads", "head_dim", "value_dim"])
-def test_layers_keep_something(field):
-    with pytest.raises(ValueError, match=f"{field}=0"):
-        LayerSpec(**{"num_kv_heads": 1, "head_dim": 16, field: 0})
+@pytest.mark.parametrize(("field", "size"), [("num_kv_heads", 0), ("head_dim", 0), ("value_dim", -1)])
+def test_layers_keep_something(field, size):
+    with pytest.raises(ValueError, match=f"{field}={size}"):
+        LayerSpec(**{"num_kv_heads": 1, "head_dim": 16, field: size})
 
 
 # Reading and writing

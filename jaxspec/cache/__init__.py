@@ -1,13 +1,15 @@
 """The paged KV cache: what one layer stores, where its rows lie, the buffers, and the pages that requests own."""
 
-from jaxspec.cache.kv import KVCache, PoolCache, init_cache, init_pool
-from jaxspec.cache.layers import LayerSpec, StatePart, StateSpec
+from jaxspec.cache.kv import KPoolBuffers, KVCache, PoolCache, init_cache, init_pool
+from jaxspec.cache.layers import KPoolSpec, LayerSpec, StatePart, StateSpec, sized_layers
 from jaxspec.cache.layout import Entry, PoolLayout, Row, Span, StateRow
 from jaxspec.cache.pages import Pages, init_pages
 from jaxspec.cache.unified import UnifiedPages, init_unified
 
 __all__ = [
     "Entry",
+    "KPoolBuffers",
+    "KPoolSpec",
     "KVCache",
     "LayerSpec",
     "Pages",
@@ -23,4 +25,5 @@ __all__ = [
     "init_pages",
     "init_pool",
     "init_unified",
+    "sized_layers",
 ]

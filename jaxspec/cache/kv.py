@@ -7,9 +7,12 @@ the *sink*: it belongs to nobody, rows that must not land anywhere write there, 
 A recurrent layer has a *state* a request instead, addressed by its slot: the request row in separate buffers, the page
 of kind "state" in a pool; slot 0 is the sink.
 
-Two views with one interface, `write` and `read`, `write_state`, `read_state` and `commit_state`: `KVCache` keeps an
-array a layer, `PoolCache` all of them in one pool. In both, K and V of a layer and slot are neighbours, K first, so
-that each call is one scatter or one gather.
+A layer with compressed keys (`KPoolSpec`) has an index key for each few tokens: `pool = slot // pool tokens`, so that
+those of a page are addressed like its slots. Its ring is addressed like a state.
+
+Two views with one interface, `write` and `read`, `write_state`, `read_state` and `commit_state`, `write_index`,
+`read_index`, `write_tail` and `read_tail`: `KVCache` keeps an array a layer, `PoolCache` all of them in one pool. In
+both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
 
 Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
 stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.
@@ -17,13 +20,15 @@ stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a 
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxspec.cache.layers import ACCUMULATED, LayerSpec, StatePart, StateSpec
+from jaxspec.cache.layers import ACCUMULATED, KPoolSpec, LayerSpec, StatePart, StateSpec, check_pools
 from jaxspec.cache.layout import PoolLayout
 from pallas_kernels import View, state_scatter
 
@@ -31,10 +36,10 @@ Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
-def _join(spec: LayerSpec, k: Array, v: Array, dtype) -> Array:
+def _join(spec: LayerSpec, k: Array, v: Array | None, dtype) -> Array:
     """[B, D, key_width + value_width]: the K row, then the V row, as they are stored."""
-    rows = []
-    for name, array, shape in (("k", k, spec.key_shape), ("v", v, spec.value_shape)):
+    rows, parts = [], [("k", k, spec.key_shape), ("v", v, spec.value_shape)]
+    for name, array, shape in parts if spec.value_width else parts[:1]:
         if array.ndim != 4 or array.shape[2:] != shape:
             raise ValueError(f"{name} has shape {array.shape}: the layer keeps [B, D, {shape[0]}, {shape[1]}]")
         rows.append(array.reshape(*array.shape[:2], math.prod(shape)).astype(dtype))
@@ -51,21 +56,88 @@ def _split(spec: LayerSpec, rows: Array) -> tuple[Array, Array]:
     return keys.reshape(*rows.shape[:2], *spec.key_shape), values.reshape(*rows.shape[:2], *spec.value_shape)
 
 
+def _bits_as(rows: Array, dtype) -> Array:
+    """The bits of [..., n] rows as rows of another dtype."""
+    wide, narrow = jnp.dtype(dtype).itemsize, rows.dtype.itemsize
+    if wide > narrow:  # the cast makes one element of the last axis
+        rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] * narrow // wide, wide // narrow)
+    bits = lax.bitcast_convert_type(rows, dtype)
+    return bits.reshape(*bits.shape[:-2], bits.shape[-2] * bits.shape[-1]) if wide < narrow else bits
+
+
 def _to_storage(part: StatePart, values: Array, storage: str) -> Array:
     """[B, elements of the storage dtype], the bits of one part of B states."""
-    flat = values.astype(part.dtype).reshape(values.shape[0], -1)
-    wide, narrow = jnp.dtype(storage).itemsize, jnp.dtype(part.dtype).itemsize
-    if wide > narrow:  # the cast makes one element of the last axis
-        flat = flat.reshape(len(flat), -1, wide // narrow)
-    return lax.bitcast_convert_type(flat, storage).reshape(values.shape[0], -1)
+    return _bits_as(values.astype(part.dtype).reshape(values.shape[0], math.prod(part.shape)), storage)
 
 
 def _from_storage(part: StatePart, rows: Array) -> Array:
     """The inverse: [B, *shape] in the part's dtype."""
-    wide, narrow = jnp.dtype(part.dtype).itemsize, rows.dtype.itemsize
-    if wide > narrow:
-        rows = rows.reshape(len(rows), -1, wide // narrow)
-    return lax.bitcast_convert_type(rows, part.dtype).reshape(len(rows), *part.shape)
+    return _bits_as(rows, part.dtype).reshape(len(rows), *part.shape)
+
+
+def _pooled(layers, layer: int) -> KPoolSpec:
+    """The specification of a layer with compressed keys."""
+    if not isinstance(layers[layer], KPoolSpec):
+        raise ValueError(f"layer={layer}: it keeps no compressed keys; only layers with a KPoolSpec do")
+    return layers[layer]
+
+
+def _tail_rows(spec: KPoolSpec, rows: Array) -> Array:
+    """bfloat16[B, D, 2, X], rows of a ring."""
+    if rows.ndim != 4 or rows.shape[2:] != spec.tail_shape[1:]:
+        raise ValueError(f"rows has shape {rows.shape}: the layer keeps [B, D, 2, {spec.index_dim}]")
+    return rows.astype(jnp.bfloat16)
+
+
+# An index key is written word by word, four bytes each, so that keys and scales are windows of one scatter.
+WORD = 4
+
+
+def _words(spec: KPoolSpec, keys: Array, scales: Array) -> Array:
+    """uint8[B, M, X // 4 + 1, 4], the words of index keys, and of their scales."""
+    for name, array, shape in (("keys", keys, (spec.index_dim,)), ("scales", scales, ())):
+        if array.shape[2:] != shape or array.shape[:2] != keys.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {array.shape}: the layer keeps keys [B, M, {spec.index_dim}] and scales [B, M]"
+            )
+    bits = [_bits_as(keys.astype(jnp.float8_e4m3fn), jnp.uint8), _bits_as(scales.astype("float32")[..., None], "uint8")]
+    return jnp.concatenate(bits, axis=-1).reshape(*scales.shape, -1, WORD)
+
+
+def _word_places(spec: KPoolSpec, pools: Array, page_size: int) -> tuple[Array, Array]:
+    """For each word of the keys of `pools`, int32[..., 1], its page, and int32[..., X // 4 + 1], its first byte there."""
+    count = page_size // spec.pool  # a power of two: no division
+    page, place = pools[..., None] >> count.bit_length() - 1, pools[..., None] & count - 1
+    step = np.full(spec.index_dim // WORD + 1, spec.index_dim, np.int32)
+    first = np.arange(len(step), dtype=np.int32) * WORD
+    step[-1], first[-1] = WORD, spec.index_dim * count
+    return page, place * step + first
+
+
+def _put_words(buffer: Array, row: Array, column: Array, words: Array) -> Array:
+    """The 2-D buffer with [..., n] words at these rows and from these columns on."""
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(words.ndim - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    index = jnp.stack(jnp.broadcast_arrays(row, column), axis=-1)
+    return lax.scatter(buffer, index, words, dimensions, mode=IN_BOUNDS)
+
+
+def _split_index(spec: KPoolSpec, pages: Array, pools: int) -> tuple[Array, Array]:
+    """Keys [B, P * pools, X] and scales [B, P * pools] of index pages, uint8[B, P, bytes]."""
+    B, P, X = *pages.shape[:2], spec.index_dim
+    keys = pages[..., : pools * X].reshape(B, P * pools, X)
+    scales = pages[..., pools * X : pools * (X + WORD)]
+    return lax.bitcast_convert_type(keys, jnp.float8_e4m3fn), _bits_as(scales, jnp.float32).reshape(B, P * pools)
+
+
+class KPoolBuffers(NamedTuple):
+    """What a `KVCache` keeps of a layer with compressed keys: rows as of any attention layer; the index keys of each
+    page, uint8[pages, bytes]; the rings, bfloat16[states, *tail_shape]."""
+
+    rows: Array
+    index: Array
+    tail: Array
 
 
 @flax.struct.dataclass
@@ -75,40 +147,41 @@ class KVCache:
     Attributes:
       buffers: one array an attention layer, [slots, key_width + value_width] in the cache dtype: the K row of all
         heads, then the V row. `slots` = pages of the layer's storage kind * page_size. A recurrent layer has a tuple of
-        arrays, one a part of its state, [states, *shape].
+        arrays, one a part of its state, [states, *shape]; one with compressed keys a `KPoolBuffers`.
       layers: the specification of each layer (static).
       page_size: tokens a page (static).
       pending: during a verify, for each recurrent layer what its state would be after each row: {layer: parts}, a part
         [B, D, *shape]. Otherwise empty.
     """
 
-    buffers: tuple[Array | tuple[Array, ...], ...]
+    buffers: tuple[Array | tuple[Array, ...] | KPoolBuffers, ...]
     layers: tuple[LayerSpec | StateSpec, ...] = flax.struct.field(pytree_node=False)
     page_size: int = flax.struct.field(pytree_node=False)
     pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
-    def write(self, layer: int, slots: Array, k: Array, v: Array) -> "KVCache":
+    def write(self, layer: int, slots: Array, k: Array, v: Array | None) -> "KVCache":
         """Stores rows of one layer.
 
         Args:
           layer: index into `layers` (static).
           slots: int32[B, D], physical slots of the layer's kind, all different but for those in the sink.
           k: [B, D, num_kv_heads, head_dim].
-          v: [B, D, num_kv_heads, value_dim].
+          v: [B, D, num_kv_heads, value_dim]; anything, None say, if the layer keeps no V.
 
         Returns:
           The cache with row (b, j) at slots[b, j], in the cache dtype; all else is as it was. In place where the
           buffers are donated.
         """
-        buffer = self.buffers[layer]
+        buffer = self._rows(layer)
         rows = _join(self.layers[layer], k, v, buffer.dtype)
         buffer = buffer.at[slots].set(rows, mode=IN_BOUNDS)
-        return self._with_buffer(layer, buffer)
+        pooled = isinstance(self.layers[layer], KPoolSpec)
+        return self._with_buffer(layer, self.buffers[layer]._replace(rows=buffer) if pooled else buffer)
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer: int32[B, S] slots give keys [B, S, num_kv_heads, head_dim] and values
         [B, S, num_kv_heads, value_dim], in the cache dtype."""
-        return _split(self.layers[layer], self.buffers[layer].at[slots].get(mode=IN_BOUNDS))
+        return _split(self.layers[layer], self._rows(layer).at[slots].get(mode=IN_BOUNDS))
 
     def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "KVCache":
         """Stores states of one recurrent layer.
@@ -150,6 +223,58 @@ class KVCache:
             for buffer, part in buffers
         )
         return self._with_buffer(layer, tuple(after))
+
+    def write_index(self, layer: int, pools: Array, keys: Array, scales: Array) -> "KVCache":
+        """Stores index keys of one layer.
+
+        Args:
+          layer: index into `layers` (static), one with compressed keys.
+          pools: int32[B, M], physical page * (page_size // pool) + place in the page, all different but for those in
+            page 0.
+          keys: float8_e4m3fn[B, M, X].
+          scales: float32[B, M].
+
+        Returns:
+          The cache with the keys and scales in their places; all else is as it was. In place where the buffers are
+          donated.
+        """
+        spec, buffers = _pooled(self.layers, layer), self.buffers[layer]
+        page, place = _word_places(spec, pools, self.page_size)
+        index = _put_words(buffers.index, page, place, _words(spec, keys, scales))
+        return self._with_buffer(layer, buffers._replace(index=index))
+
+    def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
+        """Index keys of one layer: int32[B, P] physical pages give all theirs in their order, float8_e4m3fn[B, n, X],
+        and their scales, float32[B, n], n = P * page_size // pool."""
+        spec = _pooled(self.layers, layer)
+        found = self.buffers[layer].index.at[pages].get(mode=IN_BOUNDS)
+        return _split_index(spec, found, self.page_size // spec.pool)
+
+    def write_tail(self, layer: int, slots: Array, columns: Array, rows: Array) -> "KVCache":
+        """Stores rows of one layer's rings.
+
+        Args:
+          layer: index into `layers` (static), one with compressed keys.
+          slots: int32[B], whose ring: the slot of the request's state, all different but for the sink's, 0.
+          columns: int32[B, D], rows of the ring, 0 .. ring - 1, all different.
+          rows: bfloat16[B, D, 2, X], keys and scores.
+
+        Returns:
+          The cache with rows[b, j] at row columns[b, j]; all else is as it was. In place where the buffers are donated.
+        """
+        buffers, rows = self.buffers[layer], _tail_rows(_pooled(self.layers, layer), rows)
+        tail = buffers.tail.at[slots[:, None], columns].set(rows, mode=IN_BOUNDS)
+        return self._with_buffer(layer, buffers._replace(tail=tail))
+
+    def read_tail(self, layer: int, slots: Array, columns: Array) -> Array:
+        """Rows of one layer's rings: int32[B] slots and int32[B, M] columns give bfloat16[B, M, 2, X]."""
+        _pooled(self.layers, layer)
+        return self.buffers[layer].tail.at[slots[:, None], columns].get(mode=IN_BOUNDS)
+
+    def _rows(self, layer: int) -> Array:
+        """The buffer of the layer's K and V."""
+        buffer = self.buffers[layer]
+        return buffer.rows if isinstance(buffer, KPoolBuffers) else buffer
 
     def _with_buffer(self, layer: int, buffer) -> "KVCache":
         return self.replace(buffers=(*self.buffers[:layer], buffer, *self.buffers[layer + 1 :]))
@@ -280,8 +405,11 @@ def init_cache(
       page_size: tokens a page, a power of two.
       num_pages: pages of kind "full", the sink included.
       num_swa_pages: pages of kind "swa", the sink included; unused when no layer is stored there.
-      num_states: states, the sink included; unused when no layer has one.
+      num_states: states and rings, the sink included; unused when no layer has one.
       dtype: storage dtype of K and V.
+
+    Raises:
+      ValueError: a page is no whole number of a layer's pools, or its ring has no size.
 
     Example:
       >>> cache = init_cache((LayerSpec(2, 64), LayerSpec(2, 64, 16, "swa")), page_size=4, num_pages=9, num_swa_pages=5)
@@ -289,12 +417,17 @@ def init_cache(
       [(36, 256), (20, 256)]
     """
     layers = tuple(layers)
+    check_pools("layers", layers, page_size)
 
     def buffer(spec):
         if spec.carries == ACCUMULATED:
             return tuple(jnp.zeros((num_states, *part.shape), part.dtype) for part in spec.parts)
         pages = num_swa_pages if spec.storage == "swa" else num_pages
-        return jnp.zeros((pages * page_size, spec.key_width + spec.value_width), dtype)
+        rows = jnp.zeros((pages * page_size, spec.key_width + spec.value_width), dtype)
+        if not isinstance(spec, KPoolSpec):
+            return rows
+        index = jnp.zeros((pages, spec.index_bytes(page_size)), jnp.uint8)
+        return KPoolBuffers(rows, index, jnp.zeros((num_states, *spec.tail_shape), jnp.bfloat16))
 
     return KVCache(buffers=tuple(map(buffer, layers)), layers=layers, page_size=page_size)
 

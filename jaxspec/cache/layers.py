@@ -8,10 +8,13 @@ There are two ways, and each kind of layer says in `carries` which is its own:
   leaves it alone and keeps what it would be after each of its rows; commit stores the one after the last accepted row.
 
 `LayerSpec` is what a layer of the first kind says of itself, `StateSpec` one of the second. The step asks no more.
+`KPoolSpec` is a `LayerSpec` that keeps more by position: a key for each few tokens, and the last tokens' parts of the
+keys to come.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -29,7 +32,8 @@ class LayerSpec:
       window: None for full attention; otherwise a query at position p sees keys at positions p - window + 1 .. p.
       storage: "full" or "swa", the kind of page the layer lives in. Pages of kind "swa" are retired once they fall
         behind the largest window of their kind. A windowed layer stored in "full" still clips its reads to its window.
-      value_dim: width of one head of V; None for head_dim.
+      value_dim: width of one head of V; None for head_dim. 0 keeps no V: what attention sums up are the K rows, as in
+        MLA, where one latent row is both.
 
     Example:
       >>> spec = LayerSpec(2, 64, value_dim=32)
@@ -45,10 +49,12 @@ class LayerSpec:
     carries: ClassVar[str] = POSITION
 
     def __post_init__(self):
-        for name in ("num_kv_heads", "head_dim", "value_dim"):
+        for name in ("num_kv_heads", "head_dim"):
             size = getattr(self, name)
-            if size is not None and size < 1:
+            if size < 1:
                 raise ValueError(f"{name}={size}: a layer keeps at least one head, at least one element wide")
+        if self.value_dim is not None and self.value_dim < 0:
+            raise ValueError(f"value_dim={self.value_dim}: the width of a head of V is at least 0, which keeps no V")
         if self.storage not in ("full", "swa"):
             raise ValueError(f"storage={self.storage!r}: a layer is stored in 'full' or 'swa' pages")
         if self.window is not None and self.window < 1:
@@ -77,6 +83,95 @@ class LayerSpec:
     def value_width(self) -> int:
         """Elements of a V row, all heads."""
         return math.prod(self.value_shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class KPoolSpec(LayerSpec):
+    """What an attention layer keeps that picks the tokens it looks at by compressed keys (KPool). Position-addressed.
+
+    Besides K, and V if there is any, it keeps two things. Each `pool` neighbouring tokens have an index key of
+    `index_dim` float8_e4m3fn and a float32 scale; those of a page lie together, the keys first. And each request has a
+    ring of the bfloat16 keys and scores that index keys are made of: the token at position t has row t % ring. A pool
+    is made again with each row that it was wrong about, and rows of rejected drafts are overwritten like K and V.
+
+    Attributes:
+      pool: p, tokens an index key stands for, a power of two.
+      topk: tokens a query looks at, those behind the last whole pool not counted: a multiple of `pool`.
+      index_dim: X, width of an index key, a multiple of 16.
+      ring: rows of the ring: p and one for each row of a forward, so that no row takes the place of one that a pool is
+        still to be made of. 0 where no step has said yet how many those are.
+
+    Example:
+      >>> spec = KPoolSpec(1, 576, value_dim=0).with_rows(6)
+      >>> spec.ring, spec.tail_shape, spec.index_bytes(256)
+      (10, (10, 2, 128), 8448)
+    """
+
+    pool: int = 4
+    topk: int = 2048
+    index_dim: int = 128
+    ring: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.storage != "full" or self.window is not None:
+            raise ValueError(
+                f"storage={self.storage!r}, window={self.window}: a layer with compressed keys may look at any token; "
+                "leave storage='full' and window=None"
+            )
+        if self.pool < 2 or self.pool & (self.pool - 1):
+            raise ValueError(f"pool={self.pool}: must be a power of two, at least 2, to divide a page")
+        if self.topk < self.pool or self.topk % self.pool:
+            raise ValueError(f"topk={self.topk}: tokens are picked by whole pools; choose a multiple of {self.pool}")
+        if self.index_dim < 16 or self.index_dim % 16:
+            raise ValueError(
+                f"index_dim={self.index_dim}: a key has a byte an element and starts at a multiple of 16 bytes; choose "
+                "a multiple of 16"
+            )
+        if self.ring and self.ring <= self.pool:
+            raise ValueError(
+                f"ring={self.ring}: it holds a pool of {self.pool} tokens and the rows of a forward; use with_rows(D)"
+            )
+
+    def with_rows(self, rows: int) -> "KPoolSpec":
+        """The layer with a ring for forwards of so many rows a request."""
+        return dataclasses.replace(self, ring=self.pool + rows)
+
+    @property
+    def tail_shape(self) -> tuple[int, int, int]:
+        """A request's ring: rows, key and score, elements."""
+        return self.ring, 2, self.index_dim
+
+    def index_bytes(self, page_size: int) -> int:
+        """Bytes of a page's index keys and their scales."""
+        return page_size // self.pool * (self.index_dim + 4)
+
+
+def sized_layers(layers: Iterable["LayerSpec | StateSpec"], rows: int) -> tuple["LayerSpec | StateSpec", ...]:
+    """The layers, those with compressed keys with rings for forwards of `rows` rows a request.
+
+    Example:
+      >>> [spec.ring for spec in sized_layers([KPoolSpec(1, 64), KPoolSpec(1, 64, pool=2)], 3)]
+      [7, 5]
+    """
+    return tuple(spec.with_rows(rows) if isinstance(spec, KPoolSpec) else spec for spec in layers)
+
+
+def check_pools(name: str, layers: Iterable["LayerSpec | StateSpec"], page_size: int) -> None:
+    """Raises ValueError where a page is no whole number of a layer's pools, or a ring has no size yet."""
+    for index, spec in enumerate(layers):
+        if not isinstance(spec, KPoolSpec):
+            continue
+        if page_size % spec.pool:
+            raise ValueError(
+                f"page_size={page_size}: {name}[{index}] keeps a key for each {spec.pool} tokens, all of one page; "
+                f"choose a page_size that is a multiple of {spec.pool}"
+            )
+        if not spec.ring:
+            raise ValueError(
+                f"{name}[{index}]: ring=0: how many rows its ring has depends on those of a forward, D; give "
+                "sized_layers(layers, D)"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from jaxspec.attention import attend
-from jaxspec.cache import KVCache, LayerSpec, PoolCache, StatePart, StateSpec
+from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, PoolCache, StatePart, StateSpec
 from jaxspec.cache.layers import ACCUMULATED, POSITION
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
@@ -65,8 +65,9 @@ class Model:
 
     @property
     def has_state(self) -> bool:
-        """Whether any layer is recurrent."""
-        return any(spec.carries == ACCUMULATED for spec in self.layers)
+        """Whether any layer keeps something of each request: a recurrent one its state, one with compressed keys its
+        ring."""
+        return any(spec.carries == ACCUMULATED or isinstance(spec, KPoolSpec) for spec in self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
