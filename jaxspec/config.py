@@ -31,6 +31,8 @@ class SpecConfig:
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
       kernel_backend: who runs the metadata kernels: None chooses by device; or 'reference', 'interpret', 'triton' or
         'mosaic'.
+      kpool_metadata_fusion: whether one kernel writes all metadata of a forward of a model with sparse layers (KPool),
+        where geometry and platform allow it; `make_spec_step` decides, once. No value depends on it.
     """
 
     batch_size: int
@@ -47,6 +49,7 @@ class SpecConfig:
     check_ids: bool = False
     pool_seed: int | None = None
     kernel_backend: str | None = None
+    kpool_metadata_fusion: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -1,7 +1,7 @@
 """Drafters: who proposes the tokens that the target verifies."""
 
-from jaxspec.drafting.base import DraftContext, Drafter, Drafts
+from jaxspec.drafting.base import DraftContext, Drafter, Drafts, ExtendContext, extends
 from jaxspec.drafting.draft_lm import DraftLM
 from jaxspec.drafting.ngram import NgramDrafter
 
-__all__ = ["DraftContext", "DraftLM", "Drafter", "Drafts", "NgramDrafter"]
+__all__ = ["DraftContext", "DraftLM", "Drafter", "Drafts", "ExtendContext", "NgramDrafter", "extends"]

@@ -6,7 +6,7 @@ import flax.struct
 import jax
 
 from jaxspec.config import SpecConfig
-from jaxspec.metadata import DraftExtendMetadata, VerifyMetadata
+from jaxspec.metadata import DraftExtendMetadata, KPool, VerifyMetadata
 
 Array = jax.Array
 
@@ -24,6 +24,8 @@ class DraftContext:
       metadata: metadata of this round's verify, whose page tables cover every position a draft can reach.
       page_rows: int32[R, P], virtual pages of each request row.
       v2p: int32[NV, 2], physical pages.
+      kpool: how the target's sparse layers select, and whether their metadata are fused; None without such layers
+        (static).
     """
 
     tokens: Array
@@ -33,6 +35,34 @@ class DraftContext:
     metadata: VerifyMetadata
     page_rows: Array
     v2p: Array
+    kpool: KPool | None = flax.struct.field(pytree_node=False, default=None)
+
+
+@flax.struct.dataclass
+class ExtendContext:
+    """What a drafter that feeds on the target's hidden rows gets after the target has run.
+
+    Attributes:
+      tokens: int32[B, C], the token that follows each row: the row at position p comes with token p + 1. Behind a chunk
+        that is not the last of its prompt that is the next token of the prompt.
+      hidden: [B, C, H], the target's hidden rows.
+      count: int32[B], rows that are known to stay, the first ones; 0 for lanes without any.
+      seq_lens: int32[B], position of the first row.
+      req_rows, page_rows, v2p, kpool: as in `DraftContext`.
+      metadata: of the target's forward: `DraftExtendMetadata` of a prompt's chunk, `VerifyMetadata` of a round.
+      context_len: most tokens a sequence may hold (static).
+    """
+
+    tokens: Array
+    hidden: Array
+    count: Array
+    seq_lens: Array
+    req_rows: Array
+    page_rows: Array
+    v2p: Array
+    metadata: DraftExtendMetadata | VerifyMetadata
+    context_len: int = flax.struct.field(pytree_node=False)
+    kpool: KPool | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -55,6 +85,8 @@ class Drafter(Protocol):
     `LayerSpec` for each of its layers, all stored in "full", and its state a field `cache`, which holds its view of the
     pool during `prefill` and `propose`, to be written and handed back, and None otherwise.
 
+    A drafter that feeds on the target's hidden rows has a method `extend` in place of `prefill`; see `extends`.
+
     Its `algorithm`, if it has that attribute, is the row of the table in `jaxspec.admit` that it is judged by; without
     one it is judged as "draft_lm".
     """
@@ -67,3 +99,13 @@ class Drafter(Protocol):
 
     def propose(self, params: Any, state: Any, context: DraftContext, num_drafts: int) -> tuple[Any, Drafts]:
         """Proposes `num_drafts` = D - 1 tokens to follow each anchor."""
+
+
+def extends(drafter: Any) -> bool:
+    """Whether a drafter feeds on the target's hidden rows.
+
+    Such a drafter has `extend(params, state, context) -> state`, with an `ExtendContext`. It is called after each chunk
+    of the prompts has been through the target, and in every round after the verify, when it is known which rows stay;
+    what it makes of them is what its next `propose` starts from.
+    """
+    return hasattr(drafter, "extend")

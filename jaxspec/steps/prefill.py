@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from jaxspec.drafting import ExtendContext, extends
 from jaxspec.metadata import draft_extend_metadata, verify_layout
+from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
@@ -35,6 +37,7 @@ def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
         num_rows=config.prefill_chunk,
         pages_per_row=config.pages_per_row,
         swa=spec.target.swa_window is not None,
+        kpool=kpool_of(spec.target, config),
     )
     enough = _fits(spec, state)
 
@@ -80,6 +83,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
         packed,
         page_size=config.page_size,
         state_slots=state_slots(spec, pages, rows),
+        kpool=kpool_of(spec.target, config),
         backend=config.kernel_backend,
     )
     column = jnp.arange(C, dtype=jnp.int32)
@@ -87,16 +91,35 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     tokens = jnp.where(real, state.tokens[rows[:, None], jnp.where(real, seq_lens[:, None] + column, 0)], 0)
     # The drafter first: nothing reads what it writes after the target has begun to write. The other way round nothing
     # would keep XLA from reading for the target after the drafter's writes, out of a copy of the pool that they share.
-    draft_state = state.draft
-    if spec.drafter is not None:
+    draft_state, after = state.draft, extends(spec.drafter)
+    if spec.drafter is not None and not after:
         draft_state = spec.drafter.prefill(params.draft, lend(cache, draft_state), tokens, metadata)
         cache, draft_state = take_back(cache, draft_state)
-    logits, _, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
+    logits, hidden, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
 
     requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
     through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
     run, count = greedy_token(logits), through.astype(jnp.int32)
     emitted = emit(spec, requests, state.tokens, state.stop_ids, through, requests.seq_len[1:], run, count)
+    if after and config.num_draft_tokens > 1:
+        # What this drafter writes is made of the hidden rows, so of all that the target has read.
+        following = jnp.where(
+            real, emitted.history[rows[:, None], jnp.where(real, seq_lens[:, None] + column + 1, 0)], 0
+        )
+        context = ExtendContext(
+            tokens=jnp.where(real, following, 0),
+            hidden=hidden,
+            count=extend_lens,
+            seq_lens=seq_lens,
+            req_rows=rows,
+            page_rows=page_rows(config, pages),
+            v2p=pages.v2p,
+            metadata=metadata,
+            context_len=config.context_len,
+            kpool=kpool_of(spec.target, config),
+        )
+        draft_state = spec.drafter.extend(params.draft, lend(cache, draft_state), context)
+        cache, draft_state = take_back(cache, draft_state)
     logprobs = log_run(state.logprobs, requests.seq_len[1:], emitted.num_tokens, logits, run)
     pages = free_pages(spec, emitted.requests, pages, rows, max_advance=C)
     return state.with_(

@@ -1,4 +1,5 @@
-"""One speculative round: prepare, draft, verify, commit. Pure functions of the state; `run_round` is their sequence.
+"""One speculative round: prepare, draft, verify, extend, commit. Pure functions of the state; `run_round` is their
+sequence.
 
 Notation: L is a request's committed length, the anchor is the token at position L. A round verifies the D rows at
 positions L .. L + D - 1 (anchor and drafts), emits between 1 and D tokens and raises L by as many.
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from jaxspec.cache import Pages, UnifiedPages
 from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.cache.pages import run_if
-from jaxspec.drafting import DraftContext, Drafts
+from jaxspec.drafting import DraftContext, Drafts, ExtendContext, extends
 from jaxspec.metadata import VerifyMetadata, verify_metadata
 from jaxspec.metadata.ids import unmarked
 from jaxspec.recurrent import commit as commit_states
 from jaxspec.recurrent import take_pending
+from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
 from jaxspec.steps.state import (
     CONTEXT,
@@ -68,12 +70,14 @@ class Verdict:
       targets: int32[B, D], its choice after each row.
       accepted: int32[B], leading drafts that agree, 0 .. D - 1.
       logits: float32[B, D, V] or None, kept where log-probabilities are wanted.
+      hidden: [B, D, H] or None, the target's hidden rows, kept for a drafter that feeds on them.
       pending: for each recurrent layer, its state after each of the D rows; see `jaxspec.recurrent.commit`.
     """
 
     targets: Array
     accepted: Array
     logits: Array | None = None
+    hidden: Array | None = None
     pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
 
@@ -144,6 +148,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
         page_size=config.page_size,
         limit=config.context_len,
         state_slots=state_slots(spec, pages, rows),
+        kpool=kpool_of(spec.target, config),
         backend=config.kernel_backend,
     )
     plan = RoundPlan(
@@ -179,6 +184,7 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
         metadata=plan.metadata,
         page_rows=page_rows(spec.config, state.pages),
         v2p=state.pages.v2p,
+        kpool=kpool_of(spec.target, spec.config),
     )
     draft_state, drafts = spec.drafter.propose(params.draft, lend(state.cache, state.draft), context, num_drafts)
     cache, draft_state = take_back(state.cache, draft_state)
@@ -203,7 +209,7 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
     """
     ids = plan.metadata.ids.at[:, 1:].set(drafts.tokens)
     metadata = plan.metadata.replace(ids=ids)
-    logits, _, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
+    logits, hidden, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
     targets = greedy_token(logits)
     cache, pending = take_pending(cache)
     recurrent = {layer for layer, spec in enumerate(spec.target.layers) if spec.carries == ACCUMULATED}
@@ -216,8 +222,39 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
         targets=targets,
         accepted=greedy_accept(drafts.tokens, drafts.count, targets),
         logits=logits if spec.config.logprobs else None,
+        hidden=hidden if extends(spec.drafter) else None,
         pending=pending,
     )
+
+
+def extend(spec, params, state: SpecState, plan: RoundPlan, verdict: Verdict) -> SpecState:
+    """Shows the verified rows to a drafter that feeds on the target's hidden rows.
+
+    Args:
+      spec: the `SpecStep` (static).
+      params: `Params`.
+      state, plan, verdict: from the phases before.
+
+    Returns:
+      The state with the drafter's own part updated; as it was for any other drafter, or where nothing is drafted.
+    """
+    if not extends(spec.drafter) or spec.config.num_draft_tokens == 1:
+        return state
+    context = ExtendContext(
+        tokens=verdict.targets,
+        hidden=verdict.hidden,
+        count=jnp.where(plan.req_rows > 0, verdict.accepted + 1, 0),
+        seq_lens=plan.seq_lens,
+        req_rows=plan.req_rows,
+        page_rows=page_rows(spec.config, state.pages),
+        v2p=state.pages.v2p,
+        metadata=plan.metadata,
+        context_len=spec.config.context_len,
+        kpool=kpool_of(spec.target, spec.config),
+    )
+    draft_state = spec.drafter.extend(params.draft, lend(state.cache, state.draft), context)
+    cache, draft_state = take_back(state.cache, draft_state)
+    return state.replace(cache=cache, draft=draft_state)
 
 
 def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Verdict) -> tuple[SpecState, StepOutput]:
@@ -379,8 +416,9 @@ def free_pages(spec, requests: Requests, pages: Pages | UnifiedPages, rows: Arra
 
 
 def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:
-    """prepare, draft, verify, commit."""
+    """prepare, draft, verify, extend, commit."""
     state, plan = prepare(spec, state)
     state, drafts = draft(spec, params, state, plan)
     state, verdict = verify(spec, params, state, plan, drafts)
+    state = extend(spec, params, state, plan, verdict)
     return commit(spec, state, plan, drafts, verdict)

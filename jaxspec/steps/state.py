@@ -22,6 +22,7 @@ from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.metadata import verify_layout
 from jaxspec.models.contract import Model
+from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import init_memory, pool_layout, smallest_pool
 from pallas_kernels import PackedMetadata
 
@@ -219,6 +220,7 @@ def init_state(
         num_rows=config.num_draft_tokens,
         pages_per_row=config.pages_per_row,
         swa=window is not None,
+        kpool=kpool_of(target, config),
     )
     state = SpecState(
         cache=cache,

@@ -12,6 +12,7 @@ from jaxspec.drafting import Drafter, DraftLM
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
 from jaxspec.steps.admission import admit
+from jaxspec.steps.fusion import decide_fusion
 from jaxspec.steps.prefill import prefill
 from jaxspec.steps.round import StepOutput, run_round
 from jaxspec.steps.state import SpecState
@@ -119,6 +120,8 @@ def make_spec_step(
         "none" if drafter is None else getattr(drafter, "algorithm", "draft_lm"),
         memory=config.memory,
         kinds={"full", *(spec.storage if spec.carries == POSITION else "state" for spec in (*target.layers, *lanes))},
+        mla=any(spec.carries == POSITION and spec.value_shape[1] == 0 for spec in target.layers),
+        kpool=getattr(target, "sparse", None) is not None,
         fuses=bool(lanes),
     ).require()
     if isinstance(drafter, DraftLM):
@@ -133,4 +136,5 @@ def make_spec_step(
                 f"the draft model's context of {draft.context_len} is below context_len={config.context_len}"
             )
     options = compiler_options() if options is None else options
+    config = dataclasses.replace(config, kpool_metadata_fusion=decide_fusion(target, config))
     return SpecStep(target, drafter, config, tuple(sorted(options.items())))

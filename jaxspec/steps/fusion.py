@@ -1,0 +1,62 @@
+"""Whether one kernel writes all metadata of a sparse model's forward: asked for by the configuration, decided once."""
+
+import logging
+
+import jax
+
+from jaxspec.config import SpecConfig
+from jaxspec.errors import InputError
+from jaxspec.metadata import KPool
+from jaxspec.models.contract import Model
+
+try:  # TEMPORARY until the kernel lands
+    from pallas_kernels import kpool_metadata_fusion_supported
+except ImportError:
+    kpool_metadata_fusion_supported = None
+
+_log = logging.getLogger(__name__)
+
+
+def kpool_of(target: Model, config: SpecConfig) -> KPool | None:
+    """How the target's sparse layers select, and who prepares it; None without such layers."""
+    spec = getattr(target, "sparse", None)
+    return None if spec is None else KPool(spec.pool, spec.topk, bool(config.kpool_metadata_fusion))
+
+
+def decide_fusion(target: Model, config: SpecConfig) -> bool:
+    """Whether the step's metadata are fused. Never an error for a combination that is not supported.
+
+    Asked for and possible: one line of information. Asked for, and not possible for a model that pools: one warning,
+    and the step prepares the same values by separate operations. Asked for where there is nothing to fuse, or not asked
+    for: silence.
+
+    Raises:
+      InputError: pages do not hold whole pools; nothing to do with fusion, but this is where the two meet.
+    """
+    spec = getattr(target, "sparse", None)
+    if spec is None:
+        return False
+    if config.page_size % spec.pool:
+        raise InputError(
+            f"page_size={config.page_size}: the model pools {spec.pool} tokens, and a page holds whole pools; give a "
+            f"multiple of {spec.pool}, {64 * spec.pool} is what the fused metadata need"
+        )
+    if not config.kpool_metadata_fusion or spec.pool <= 1:
+        return False
+    if reason := _unsupported(spec, config):
+        _log.warning("kpool_metadata_fusion is not used: %s; separate operations prepare the same values", reason)
+        return False
+    _log.info("kpool_metadata_fusion: one kernel a forward prepares the metadata, %d tokens a pool", spec.pool)
+    return True
+
+
+def _unsupported(spec, config: SpecConfig) -> str | None:
+    pages = config.page_size // spec.pool
+    if not kpool_metadata_fusion_supported(spec.pool, pages, spec.topk):
+        return (
+            f"pool {spec.pool}, attention pages of {pages} tokens, topk {spec.topk}: it takes pages of 64 tokens "
+            f"(page_size={64 * spec.pool}) and a pool that divides 64 and topk"
+        )
+    if config.kernel_backend is None and jax.default_backend() not in ("gpu", "cuda"):
+        return f"it takes a CUDA device, or a kernel_backend by name; the default device is {jax.default_backend()!r}"
+    return None
