@@ -9,6 +9,11 @@
     extend_cache_locs       virtual token ids of a ragged run of positions
     replay_state_indices    state slot of each request, -1 for padding
     commit_track_indices    which of the states kept by a verify forward are committed and tracked
+    kpool_metadata          all metadata of a forward over pooled attention, one launch
+    kpool_decode            its lengths and tables into arrays of their own, for a decode step
+    kpool_verify            the same for a verify forward
+    kpool_draft_extend      the same for a draft extend
+    kpool_write_plan        where the keys of pools that a forward closes go
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
 
@@ -18,10 +23,25 @@ package knows nothing of jaxspec.
 """
 
 from pallas_kernels.backend import BACKENDS, KERNELS, BackendChoice, explain_backends
-from pallas_kernels.buffers import DecodeTables, MetadataLayout, PackedMetadata, WindowBuffers
+from pallas_kernels.buffers import (
+    DecodeTables,
+    KPoolShape,
+    KPoolTables,
+    MetadataLayout,
+    PackedMetadata,
+    WindowBuffers,
+)
 from pallas_kernels.cache_locs import extend_cache_locs
 from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
+from pallas_kernels.kpool import (
+    kpool_decode,
+    kpool_draft_extend,
+    kpool_metadata,
+    kpool_metadata_fusion_supported,
+    kpool_verify,
+    kpool_write_plan,
+)
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
@@ -35,6 +55,8 @@ __all__ = [
     "BackendChoice",
     "CommitSteps",
     "DecodeTables",
+    "KPoolShape",
+    "KPoolTables",
     "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
@@ -47,6 +69,12 @@ __all__ = [
     "draft_write_window",
     "explain_backends",
     "extend_cache_locs",
+    "kpool_decode",
+    "kpool_draft_extend",
+    "kpool_metadata",
+    "kpool_metadata_fusion_supported",
+    "kpool_verify",
+    "kpool_write_plan",
     "kv_read_stream",
     "kv_read_table",
     "page_zero",

@@ -53,9 +53,72 @@ class WindowBuffers(NamedTuple):
     anchor_ids: Array | None = None
 
 
+class KPoolTables(NamedTuple):
+    """What attention over selected pools reads and writes: B requests, n rows a request, pools of `pool` tokens.
+
+    Every field may be None: only what is there is written. Each is an array or a View. A row sees a prefix of its
+    request's tokens; it attends to `topk` of those in closed pools at most, and to all behind them.
+
+    cache_seqlens          int32[B]             keys in each request's cache, in tokens
+    cu_seqlens_k           int32[B + 1]         exclusive prefix sums of cache_seqlens, its total last
+    seqlens_expanded       int32[B * n]         tokens that each row sees
+    dsa_cache_seqlens      int32[B * n]         tokens that each row attends to
+    dsa_cu_seqlens_k       int32[B * n + 1]     exclusive prefix sums of dsa_cache_seqlens
+    pool_seqlens           int32[B * n]         closed pools that each row sees
+    page_table_1           int32[B * n, tokens] slot of each token
+    real_page_table        int32[., columns]    attention page of each page of the sequence
+    page_table             int32[., columns]    index page (an allocator page) of each run of index-page pools
+    paged_mqa_ctx_lens_2d  int32[B, n]          cache_seqlens in every column
+    req_rows               int32[B]             the request rows
+    write_start            int32[B]             position of each request's first new token
+    tail_logical_start     int32[B]             the first token of the pool it falls into
+    write_loc              int32[B, pools]      where the keys of the pools go that the new tokens may close
+    schedule               int32[sms + 1, 2]    row and block where each processor's share of the scoring starts
+    """
+
+    cache_seqlens: Array | None = None
+    cu_seqlens_k: Array | None = None
+    seqlens_expanded: Array | None = None
+    dsa_cache_seqlens: Array | None = None
+    dsa_cu_seqlens_k: Array | None = None
+    pool_seqlens: Array | None = None
+    page_table_1: Array | None = None
+    real_page_table: Array | None = None
+    page_table: Array | None = None
+    paged_mqa_ctx_lens_2d: Array | None = None
+    req_rows: Array | None = None
+    write_start: Array | None = None
+    tail_logical_start: Array | None = None
+    write_loc: Array | None = None
+    schedule: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KPoolShape:
+    """The sections that a model with pooled attention adds to a packed buffer (see KPoolTables).
+
+    pool   tokens a pool
+    rows   rows a request that have lengths of their own: D to verify and to extend, 1 to decode
+    sms    processors that the scoring is shared out to
+    """
+
+    pool: int
+    rows: int
+    sms: int = 132
+
+    def __post_init__(self):
+        for name, least in (("pool", 1), ("rows", 0), ("sms", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"KPoolShape {name}={value!r}: it must be a Python integer >= {least}")
+
+
 @dataclasses.dataclass(frozen=True)
 class MetadataLayout:
     """Sections of a packed metadata buffer: B requests, D rows a request, P pages a row, with or without SWA.
+
+    `kpool` adds the sections of pooled attention. Their tables have one row a request, whatever `kpool.rows` is: the
+    pooled one is page_table itself, and real_page_table has P * pool columns.
 
     >>> layout = MetadataLayout(B=2, D=4, P=8, has_swa=False)
     >>> layout.sections["page_table"]
@@ -68,6 +131,7 @@ class MetadataLayout:
     D: int
     P: int
     has_swa: bool
+    kpool: KPoolShape | None = None
 
     def __post_init__(self):
         for name in ("B", "D", "P"):
@@ -81,7 +145,7 @@ class MetadataLayout:
 
     @property
     def sections(self) -> dict[str, Section]:
-        """Section of each array, by its field name in DecodeTables and WindowBuffers; no swa_* without SWA."""
+        """Section of each array, by its field name in the named tuples above; no swa_* without SWA."""
         return dict(_sections(self)[0])
 
     @property
@@ -105,6 +169,19 @@ def _sections(layout: MetadataLayout) -> tuple[dict[str, Section], int]:
         "positions": window,
         "anchor_ids": window,
     }
+    if layout.kpool is not None:
+        pool, rows, sms = dataclasses.astuple(layout.kpool)
+        shapes |= {
+            "seqlens_expanded": (layout.B * rows,),
+            "dsa_cache_seqlens": (layout.B * rows,),
+            "dsa_cu_seqlens_k": (layout.B * rows + 1,),
+            "pool_seqlens": (layout.B * rows,),
+            "real_page_table": (layout.B, layout.P * pool),
+            "write_start": row,
+            "tail_logical_start": row,
+            "write_loc": (layout.B, -(-rows // pool)),
+            "schedule": (sms + 1, 2),
+        }
     sections, end = {}, 0
     for name, shape in shapes.items():
         if layout.has_swa or not name.startswith("swa_"):
@@ -146,12 +223,24 @@ class PackedMetadata:
         """The write-window sections as arrays (slices, as in decode_tables)."""
         return WindowBuffers(*map(self._view, WindowBuffers._fields))
 
+    def kpool(self) -> KPoolTables:
+        """The sections of pooled attention as arrays (slices, as in decode_tables); None for what has no section.
+
+        >>> layout = MetadataLayout(B=2, D=4, P=8, has_swa=False, kpool=KPoolShape(pool=4, rows=4))
+        >>> tables = PackedMetadata.zeros(layout).kpool()
+        >>> tables.seqlens_expanded.shape, tables.page_table.shape, tables.real_page_table.shape
+        ((8,), (2, 8), (2, 32))
+        """
+        if self.layout.kpool is None:
+            raise ValueError(f"{self.layout} has no sections of pooled attention: give it kpool=KPoolShape(...)")
+        return KPoolTables(*map(self._view, KPoolTables._fields))
+
     def _view(self, name: str) -> jax.Array | None:
         section = self.layout.sections.get(name)
         return None if section is None else section.read((self.buffer,))
 
 
-Out = DecodeTables | WindowBuffers | PackedMetadata
+Out = DecodeTables | WindowBuffers | KPoolTables | PackedMetadata
 OPTIONAL = {"page_table", "swa_page_table", "cu_seqlens_q", "swa_loc", "anchor_ids"}
 
 
