@@ -16,11 +16,7 @@ from jaxspec.metadata.kpool import KPool, KPoolMetadata, from_packed, ordinary
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, VerifyMetadata, WriteWindow
 from pallas_kernels import MetadataLayout, PackedMetadata, decode_metadata, draft_write_window
 from pallas_kernels import draft_extend_metadata as write_draft_extend
-
-try:  # TEMPORARY until the kernel lands
-    from pallas_kernels import kpool_metadata as write_kpool
-except ImportError:
-    write_kpool = None
+from pallas_kernels import kpool_metadata as write_kpool
 
 Array = jax.Array
 

@@ -18,12 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-try:  # TEMPORARY until the kernel lands
-    from pallas_kernels import KPoolShape, PackedMetadata
-except ImportError:
-    from pallas_kernels import PackedMetadata
-
-    KPoolShape = None
+from pallas_kernels import KPoolShape, PackedMetadata
 
 Array = jax.Array
 
@@ -144,7 +139,7 @@ def ordinary(
     *,
     page_size: int,
     limit: Array | int,
-    sms: int = 132,
+    sms: int = KPoolShape.sms,
 ) -> KPoolMetadata:
     """The same metadata by separate operations, from tables that are there already.
 

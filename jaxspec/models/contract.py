@@ -57,6 +57,14 @@ class Model:
     context_len: int
     dtype: str = "float32"
 
+    def __post_init__(self):
+        pools = {(spec.pool, spec.topk) for spec in self.layers if isinstance(spec, KPoolSpec)}
+        if len(pools) > 1:
+            raise ValueError(
+                f"layers: (pool, topk) of the sparse ones are {sorted(pools)}; a model has one pair, since all of them "
+                "share a forward's metadata"
+            )
+
     @property
     def swa_window(self) -> int | None:
         """The largest window among layers stored in SWA pages; None if there is none."""
@@ -68,6 +76,11 @@ class Model:
         """Whether any layer keeps something of each request: a recurrent one its state, one with compressed keys its
         ring."""
         return any(spec.carries == ACCUMULATED or isinstance(spec, KPoolSpec) for spec in self.layers)
+
+    @property
+    def sparse(self) -> KPoolSpec | None:
+        """How the sparse layers select tokens, the same for all of them; None if there is none."""
+        return next((spec for spec in self.layers if isinstance(spec, KPoolSpec)), None)
 
 
 @dataclasses.dataclass(frozen=True)

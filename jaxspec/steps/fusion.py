@@ -8,11 +8,7 @@ from jaxspec.config import SpecConfig
 from jaxspec.errors import InputError
 from jaxspec.metadata import KPool
 from jaxspec.models.contract import Model
-
-try:  # TEMPORARY until the kernel lands
-    from pallas_kernels import kpool_metadata_fusion_supported
-except ImportError:
-    kpool_metadata_fusion_supported = None
+from pallas_kernels import kpool_metadata_fusion_supported
 
 _log = logging.getLogger(__name__)
 

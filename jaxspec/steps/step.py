@@ -121,7 +121,7 @@ def make_spec_step(
         memory=config.memory,
         kinds={"full", *(spec.storage if spec.carries == POSITION else "state" for spec in (*target.layers, *lanes))},
         mla=any(spec.carries == POSITION and spec.value_shape[1] == 0 for spec in target.layers),
-        kpool=getattr(target, "sparse", None) is not None,
+        kpool=target.sparse is not None,
         fuses=bool(lanes),
     ).require()
     if isinstance(drafter, DraftLM):
