@@ -34,14 +34,8 @@ from pallas_kernels.buffers import (
 from pallas_kernels.cache_locs import extend_cache_locs
 from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
-from pallas_kernels.kpool import (
-    kpool_decode,
-    kpool_draft_extend,
-    kpool_metadata,
-    kpool_metadata_fusion_supported,
-    kpool_verify,
-    kpool_write_plan,
-)
+from pallas_kernels.kpool import kpool_metadata, kpool_metadata_fusion_supported
+from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices

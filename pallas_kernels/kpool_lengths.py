@@ -153,7 +153,9 @@ class RowLengths:
         if name in self.destination:
             place = self.destination[name]
             if self.packed:
-                mask = mask & (index < place.shape[0])
+                # Rows that do not exist share a number with one that does: they get cells past the end.
+                mask, end = mask & (index < place.shape[0]), place.shape[0] + lanes.iota(index.size)
+                index = lanes.where(mask, index, end)
             place.store(lanes, outs, (index,), value, mask)
 
     @staticmethod
