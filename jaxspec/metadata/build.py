@@ -20,6 +20,8 @@ from pallas_kernels import kpool_metadata as write_kpool
 
 Array = jax.Array
 
+SCOPE = "metadata"  # the name in traced and compiled programs of what the builders do
+
 
 def verify_layout(
     *,
@@ -49,6 +51,7 @@ def _window(packed: PackedMetadata, page_rows: Array | Ids) -> WriteWindow:
     )
 
 
+@jax.named_scope(SCOPE)
 def verify_metadata(
     seq_lens: Array,
     req_rows: Array,
@@ -118,6 +121,7 @@ def verify_metadata(
     return metadata, packed
 
 
+@jax.named_scope(SCOPE)
 def draft_extend_metadata(
     seq_lens: Array,
     extend_lens: Array,
@@ -181,6 +185,7 @@ def draft_extend_metadata(
     return metadata, packed
 
 
+@jax.named_scope(SCOPE)
 def draft_chain_metadata(
     seq_lens: Array,
     req_rows: Array,
@@ -259,6 +264,7 @@ def _is_fused(kpool: KPool | None) -> bool:
     return kpool is not None and kpool.fused
 
 
+@jax.named_scope(SCOPE)
 def draft_window(
     start: Array,
     req_rows: Array,
@@ -291,6 +297,7 @@ def draft_window(
     return _window(packed, page_rows), packed
 
 
+@jax.named_scope(SCOPE)
 def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> DecodeMetadata:
     """Metadata of one step of a draft chain, from what the round has already built.
 

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import aot as compiler
 from pallas_kernels import mosaic, triton
 
 ROWS, WIDTH = 3_000_000, 1024  # more than 2^31 cells
@@ -78,8 +79,8 @@ def places(tmp_path, monkeypatch):
     for folder in folders.values():
         (folder / "bin").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(folders["path"] / "bin"))
-    monkeypatch.setattr(aot, "TOOLKITS", [folders["toolkit"]])
-    monkeypatch.setattr(aot, "wheels", lambda: [folders["wheel"]])
+    monkeypatch.setattr(compiler, "TOOLKITS", [folders["toolkit"]])
+    monkeypatch.setattr(compiler, "wheels", lambda: [folders["wheel"]])
     return folders
 
 
@@ -108,10 +109,10 @@ def test_the_ptxas_that_was_found_compiles(place, request):
 
 
 def test_one_line_says_what_is_missing(places, monkeypatch):
-    monkeypatch.setattr(aot, "plugin", lambda: None)
+    monkeypatch.setattr(compiler, "plugin", lambda: None)
     everything = aot.missing()
     assert all(word in everything for word in ("CUDA plugin", "ptxas", "libdevice", "nvidia-cuda-nvcc"))
-    monkeypatch.setattr(aot, "plugin", lambda: 12)
+    monkeypatch.setattr(compiler, "plugin", lambda: 12)
     put(places["path"])
     assert aot.missing() == (
         f"compiling for sm_90 needs libdevice (in {places['toolkit']} or from nvidia-cuda-nvcc-cu12)"
