@@ -105,7 +105,7 @@ def _words(spec: KPoolSpec, keys: Array, scales: Array) -> Array:
 
 
 def _word_places(spec: KPoolSpec, pools: Array, page_size: int) -> tuple[Array, Array]:
-    """For each word of the keys of `pools`, int32[..., 1], its page, and int32[..., X // 4 + 1], its first byte there."""
+    """For each word of the keys of `pools`, int32[..., 1], its page, int32[..., X // 4 + 1], its first byte there."""
     count = page_size // spec.pool  # a power of two: no division
     page, place = pools[..., None] >> count.bit_length() - 1, pools[..., None] & count - 1
     step = np.full(spec.index_dim // WORD + 1, spec.index_dim, np.int32)
@@ -321,10 +321,10 @@ class PoolCache:
         A product below `layout.units`, which is below 2**31: an index of elements would wrap, one of units cannot.
         """
         row = self.layout.row(layer, self.lanes == "draft")
-        start = slots * self.layout.entry_units(row.kind) + row.key
+        start = self.layout.slot_units(row.kind, slots) + row.key
         return start[..., None], row.key_units + row.value_units
 
-    def write(self, layer: int, slots: Array, k: Array, v: Array) -> "PoolCache":
+    def write(self, layer: int, slots: Array, k: Array, v: Array | None) -> "PoolCache":
         """Stores rows of one layer; see `KVCache.write`."""
         start, units = self._places(layer, slots)
         rows = _join(self.layers[layer], k, v, self.layout.dtype)
@@ -364,6 +364,41 @@ class PoolCache:
             view = View(buffer, place.start * layout.unit, shape, (0, entry, layout.unit, 1))
             buffer = state_scatter(states.reshape(1, B, D, -1), row, slots, view, backend=backend).buffer
         return self.replace(buffer=buffer)
+
+    def write_index(self, layer: int, pools: Array, keys: Array, scales: Array) -> "PoolCache":
+        """Stores index keys of one layer; see `KVCache.write_index`."""
+        spec, layout = _pooled(self.layers, layer), self.layout
+        words, size = _words(spec, keys, scales), self.buffer.dtype.itemsize
+        page, first = _word_places(spec, pools, self.page_size)
+        unit, column = first >> layout.unit_bytes.bit_length() - 1, (first & layout.unit_bytes - 1) >> size // 2
+        row = page * layout.page_units("full") + layout.index_row(layer, self.lanes == "draft").start + unit
+        return self.replace(buffer=_put_words(self.buffer, row, column, _bits_as(words, self.buffer.dtype)))
+
+    def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
+        """Index keys of one layer; see `KVCache.read_index`."""
+        spec, layout = _pooled(self.layers, layer), self.layout
+        row = layout.index_row(layer, self.lanes == "draft")
+        found = self._get((pages * layout.page_units("full") + row.start)[..., None], row.units)
+        return _split_index(spec, _bits_as(found, jnp.uint8), self.page_size // spec.pool)
+
+    def write_tail(self, layer: int, slots: Array, columns: Array, rows: Array) -> "PoolCache":
+        """Stores rows of one layer's rings; see `KVCache.write_tail`."""
+        rows = _tail_rows(_pooled(self.layers, layer), rows)
+        bits = _bits_as(rows.reshape(*rows.shape[:2], math.prod(rows.shape[2:])), self.buffer.dtype)
+        return self._put(*self._tail_places(layer, slots, columns), bits)
+
+    def read_tail(self, layer: int, slots: Array, columns: Array) -> Array:
+        """Rows of one layer's rings; see `KVCache.read_tail`."""
+        spec = _pooled(self.layers, layer)
+        bits = self._get(*self._tail_places(layer, slots, columns))
+        return _bits_as(bits, jnp.bfloat16).reshape(*columns.shape, *spec.tail_shape[1:])
+
+    def _tail_places(self, layer: int, slots: Array, columns: Array) -> tuple[Array, int]:
+        """First unit of rows of the layer's rings, [B, D, 1], and how many units a row fills."""
+        ring = self.layout.ring_row(layer, self.lanes == "draft")
+        units = ring.units // self.layers[layer].ring
+        start = slots[:, None] * self.layout.entry_units("state") + ring.start + columns * units
+        return start[..., None], units
 
     def _state_places(self, layer: int, slots: Array) -> list[tuple[Array, int]]:
         """For each part of the layer's state, its first unit in each slot, [B, 1], and how many units it fills."""

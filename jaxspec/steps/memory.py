@@ -20,6 +20,7 @@ from jaxspec.cache import (
     init_pages,
     init_pool,
     init_unified,
+    sized_layers,
 )
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
@@ -31,19 +32,29 @@ from pallas_kernels import replay_state_indices
 Array = jax.Array
 
 
+def _layers(target: Model, drafter: Drafter | None, config: SpecConfig) -> dict[str, tuple]:
+    """The target's layers and the drafter's lanes, sized for the rows of a round."""
+    lists = {"layers": target.layers, "draft_layers": getattr(drafter, "cache_layers", ())}
+    for name, layers in lists.items():
+        for index, spec in enumerate(layers):
+            pool = getattr(spec, "pool", 1)
+            if config.page_size % pool:
+                raise InputError(
+                    f"page_size={config.page_size}: {name}[{index}] keeps a compressed key for each {pool} tokens, all "
+                    f"of one page; choose a page_size that is a multiple of {pool}"
+                )
+    return {name: sized_layers(layers, config.num_draft_tokens) for name, layers in lists.items()}
+
+
 def _settings(target: Model, drafter: Drafter | None, config: SpecConfig) -> dict[str, Any]:
-    return {
-        "page_size": config.page_size,
-        "dtype": target.dtype,
-        "draft_layers": getattr(drafter, "cache_layers", ()),
-    }
+    return {"page_size": config.page_size, "dtype": target.dtype, **_layers(target, drafter, config)}
 
 
 def smallest_pool(
     target: Model, drafter: Drafter | None, config: SpecConfig, *, full: int, swa: int, state: int
 ) -> PoolLayout:
     """The layout of the smallest unified pool that holds so many pages of each kind that the model has."""
-    return PoolLayout.for_pages(target.layers, full=full, swa=swa, state=state, **_settings(target, drafter, config))
+    return PoolLayout.for_pages(full=full, swa=swa, state=state, **_settings(target, drafter, config))
 
 
 def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> PoolLayout:
@@ -55,7 +66,7 @@ def pool_layout(target: Model, drafter: Drafter | None, config: SpecConfig) -> P
             raise InputError(
                 f"pool_bytes={config.pool_bytes}: the sinks and one page of each kind take {least} bytes, so give more"
             )
-        return PoolLayout.for_budget(target.layers, budget=config.pool_bytes, **_settings(target, drafter, config))
+        return PoolLayout.for_budget(budget=config.pool_bytes, **_settings(target, drafter, config))
     full, swa = config.full_pages() - 1, config.swa_pages(target.swa_window) - 1
     if full < 1:
         raise InputError(f"num_pages={config.num_pages}: the pool needs a page besides the sink, so at least 2")
@@ -74,9 +85,8 @@ def init_memory(
         num_pages, num_swa_pages = config.full_pages(), config.swa_pages(target.swa_window)
         sizes = {"page_size": config.page_size, "num_pages": num_pages}
         # The state of a request lies at its request row: there are as many, and none is ever short of one.
-        cache = init_cache(
-            target.layers, num_swa_pages=num_swa_pages, num_states=config.rows, dtype=target.dtype, **sizes
-        )
+        layers = _layers(target, drafter, config)["layers"]
+        cache = init_cache(layers, num_swa_pages=num_swa_pages, num_states=config.rows, dtype=target.dtype, **sizes)
         pages = init_pages(num_swa_pages=0 if target.swa_window is None else num_swa_pages, **sizes, **shape)
     return cache, pages, () if drafter is None else drafter.init(config)
 

@@ -28,6 +28,7 @@ from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
+from jaxspec.steps.memory import smallest_pool
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -88,19 +89,19 @@ class _Sizes:
     rows: int
     draft_bytes: int
 
-    def entry(self, kind: str) -> int:
-        """Bytes of the kind's entry, 0 if no layer is stored there."""
-        return self.layout.entries[kind].size if kind in self.layout.kinds else 0
+    def page_bytes(self, kind: str) -> int:
+        """Bytes of a page of the kind, 0 if no layer is stored there."""
+        return self.layout.entries[kind].page_bytes if kind in self.layout.kinds else 0
 
     @property
     def page(self) -> int:
         """Bytes of a FULL page and of what a draft of its own keeps for it."""
-        return self.layout.page_size * (self.entry("full") + self.draft_bytes)
+        return self.page_bytes("full") + self.layout.page_size * self.draft_bytes
 
     @property
     def scratch(self) -> int:
-        """Bytes of a request's states beside the pool."""
-        return self.rows * self.entry("state")
+        """Bytes of a request's states beside the pool. Rings are not among them: they are rolled back like rows."""
+        return self.rows * (self.page_bytes("state") - self.layout.ring_bytes)
 
     def takes(self, requests: int, full: int, swa: int) -> int:
         """The least budget with which `requests` run while `full` and `swa` pages are alive."""
@@ -110,14 +111,13 @@ class _Sizes:
 
     def at_most(self, budget: int, full: int, swa: int) -> int:
         """No budget holds more requests of so many pages each, even without the sinks."""
-        swa_page = self.layout.page_size * self.entry("swa")
-        each = full * self.page + swa * swa_page + self.states * self.entry("state") + self.scratch
+        each = full * self.page + swa * self.page_bytes("swa") + self.states * self.page_bytes("state") + self.scratch
         return budget // each
 
 
 def _running(sizes: _Sizes, budget: int, wanted: int | None, full: int, swa: int, state_ratio: float) -> int:
     """How many requests run: what is wanted, as far as states and pages reach. One of `full` and `swa` pages fits."""
-    state = sizes.entry("state")
+    state = sizes.page_bytes("state") if sizes.scratch else 0  # a model with rings alone is bound by its pages
     if not state and wanted is None:
         return _largest(sizes.at_most(budget, full, swa), lambda n: sizes.takes(n, n * full, n * swa) <= budget)
     limits = [sizes.at_most(budget, 1, 1)]
@@ -132,7 +132,8 @@ def _running(sizes: _Sizes, budget: int, wanted: int | None, full: int, swa: int
 def _planned(layout: PoolLayout, states: int, ratio: float) -> tuple[int, int]:
     """FULL and SWA pages that fit beside so many states: the most there are with their tokens in that ratio."""
     page_size = layout.page_size
-    sizes = {kind: entry.size for kind, entry in layout.entries.items()}
+    # Bytes a slot. Of a FULL page's section a fraction of a byte may be left out: what fits is asked of the layout.
+    sizes = {kind: entry.page_bytes // entry.per_page for kind, entry in layout.entries.items()}
 
     def swa(full: int) -> int:
         return _swa_tokens(full * page_size, ratio, page_size) // page_size if "swa" in sizes else 0
@@ -274,11 +275,8 @@ class PoolConfig:
             prefill_chunk=prefill_chunk,
             memory="unified",
         )
-        lanes = getattr(drafter, "cache_layers", ())
         sizes = _Sizes(
-            layout=PoolLayout.for_pages(
-                model.layers, full=1, swa=1, state=1, page_size=page_size, dtype=model.dtype, draft_layers=lanes
-            ),
+            layout=smallest_pool(model, drafter, shape, full=1, swa=1, state=1),
             states=states_per_request,
             rows=num_draft_tokens,
             draft_bytes=private_draft_bytes,
