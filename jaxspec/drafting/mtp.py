@@ -15,8 +15,7 @@ then holds the first proposal.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.struct
 import jax
@@ -35,6 +34,7 @@ from jaxspec.metadata import (
     verify_layout,
 )
 from jaxspec.metadata.ids import unmarked
+from jaxspec.models.contract import MTPBlocks
 from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
 
@@ -63,28 +63,6 @@ class MTPState:
     extend: PackedMetadata
     chain: PackedMetadata
     backend: str | None = flax.struct.field(pytree_node=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class MTPBlocks:
-    """A target's prediction blocks: static and hashable, like `Model`.
-
-    Attributes:
-      apply: `(params, block, tokens, hidden, positions, attend, cache, logit_rows) -> (logits, hidden, cache)`: block
-        number `block` (static) over tokens int32[B, C] and hidden [B, C, H]; `attend(layer, q, k, v, index, cache)` is
-        called once, for layer `block`; logits float32[B, K, V] of the rows that logit_rows int32[B, K] names; hidden
-        [B, C, H], what the next step of a chain takes.
-      layers: what each block keeps for a token.
-      hidden_size: H.
-      vocab_size: V.
-      dtype: of the hidden rows and the cache, as a string.
-    """
-
-    apply: Callable[..., tuple[Array, Array, Any]]
-    layers: tuple[KPoolSpec, ...]
-    hidden_size: int
-    vocab_size: int
-    dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,9 @@ import tokenizers
 
 from jaxspec.errors import InputError
 from jaxspec.models.config import Qwen3Config, eos_ids
-from jaxspec.models.contract import Model, from_hybrid, from_qwen3
+from jaxspec.models.contract import Model, MTPBlocks, blocks_of_glm, from_glm, from_hybrid, from_qwen3
+from jaxspec.models.glm import Glm
+from jaxspec.models.glm_config import SPARSE, GlmConfig
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR, HybridConfig
 from jaxspec.models.qwen3 import Qwen3
@@ -31,7 +33,8 @@ from jaxspec.models.qwen3 import Qwen3
 _DATA = Path(__file__).parent / "data"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
-Config = Qwen3Config | HybridConfig
+Config = Qwen3Config | HybridConfig | GlmConfig
+Module = Qwen3 | Hybrid | Glm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,15 +43,18 @@ class Checkpoint:
 
     Fields:
       module: the flax module; `module.apply(params, tokens, positions, attend, ...)` runs it.
-      params: `{"params": tree}`, every array in `module.dtype`; a hybrid's decays (`A_log`, `dt_bias`) are float32.
+      params: `{"params": tree}`, every array in `module.dtype`, but for what the public format keeps in float32: the
+        decays of linear layers (`A_log`, `dt_bias`) and, of a `Glm`, convolutions and the small arrays of an indexer.
       config: the model's shape; its `eos_token_ids` are those of generation_config.json where that names some.
       folder: where it was read from.
+      blocks: parameters of the MTP blocks, by name; empty where there are none.
     """
 
-    module: Qwen3 | Hybrid
+    module: Module
     params: dict[str, Any]
     config: Config
     folder: Path
+    blocks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -58,7 +64,25 @@ class Checkpoint:
     @functools.cached_property
     def model(self) -> Model:
         """The model as a target: what `jaxspec.generate` and `jaxspec.make_spec_step` take."""
-        return from_hybrid(self.module) if isinstance(self.module, Hybrid) else from_qwen3(self.module)
+        family = {Glm: from_glm, Hybrid: from_hybrid, Qwen3: from_qwen3}[type(self.module)]
+        return family(self.module)
+
+    @functools.cached_property
+    def mtp(self) -> MTPBlocks:
+        """The model's MTP blocks, for `jaxspec.MTPDrafter`.
+
+        Raises:
+          InputError: it has none.
+        """
+        if not self.blocks:
+            raise InputError(f"{self.name!r} has no MTP block to draft with: draft with another model or with n-grams")
+        return blocks_of_glm(self.module)
+
+    @functools.cached_property
+    def mtp_params(self) -> dict[str, Any]:
+        """Parameters of `mtp`: `blocks`, and embedding and head, which are the model's own arrays."""
+        shared = {k: v for k, v in self.params["params"].items() if k in ("embed_tokens", "lm_head")}
+        return {"blocks": self.blocks, **shared}
 
     @functools.cached_property
     def draft_model(self) -> Model:
@@ -66,8 +90,14 @@ class Checkpoint:
 
         Raises:
           InputError: a layer accumulates a state. A draft model follows the target's FULL page table, which has no
-            place for one, and nobody would take back what rejected drafts did to it.
+            place for one, and nobody would take back what rejected drafts did to it. Nor has it one for the ring of a
+            layer with compressed keys.
         """
+        if isinstance(self.module, Glm):
+            raise InputError(
+                f"{self.name!r} cannot draft as a model of its own: its layers keep more of a request than keys and "
+                "values; draft with its MTP blocks, with a Qwen3 dense model, or with n-grams"
+            )
         if isinstance(self.module, Hybrid):
             layers = [i for i, kind in enumerate(self.config.layer_types) if kind == LINEAR]
             raise InputError(
@@ -135,9 +165,9 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
       A `Checkpoint` whose arrays lie, uncommitted, on jax's default device.
 
     Raises:
-      InputError: no such model; no config.json or one of no supported family (Qwen3 dense, Qwen3-Next with dense
-        MLPs); weights that are missing, unexpected, misshapen or not floating point. The message names the folder and
-        at most five tensors.
+      InputError: no such model; no config.json or one of no supported family (Qwen3 dense, Qwen3-Next or
+        GLM-5.3-Flash with dense MLPs); weights that are missing, unexpected, misshapen or not floating point. The
+        message names the folder and at most five tensors.
 
     Example:
       >>> model = load("target")                                            # doctest: +SKIP
@@ -156,6 +186,8 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if isinstance(config, HybridConfig):  # a draft head of its own, no part of the model
         ignored |= {name for name in found if name.startswith("mtp.")}
+    if isinstance(config, GlmConfig):  # an MTP block's copies of what it shares with the model
+        ignored |= {name for name in found if name.endswith((".shared_head.head.weight", ".embed_tokens.weight"))}
     if config.tie_word_embeddings:
         ignored.add("lm_head.weight")
     _refuse(folder, "lacks tensors", expected.keys() - found.keys())
@@ -181,12 +213,12 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
             for name in names:
                 value = file.get_tensor(name)
                 _put(tree, expected[name].path, jnp.asarray(expected[name].to_tree(value, dtype)))
-    return Checkpoint(make_module(config, dtype), {"params": tree}, config, folder)
+    return Checkpoint(make_module(config, dtype), {"params": tree["params"]}, config, folder, tree.get("mtp", {}))
 
 
-def make_module(config: Config, dtype: Any = jnp.float32) -> Qwen3 | Hybrid:
+def make_module(config: Config, dtype: Any = jnp.float32) -> Module:
     """The flax module of a configuration's family."""
-    return Hybrid(config, dtype) if isinstance(config, HybridConfig) else Qwen3(config, dtype)
+    return {GlmConfig: Glm, HybridConfig: Hybrid, Qwen3Config: Qwen3}[type(config)](config, dtype)
 
 
 def save(
@@ -202,8 +234,9 @@ def save(
       folder: made if absent. config.json, model.safetensors and, if given, tokenizer.json are replaced, each in one
         step and config.json last, so that a run that dies leaves no half file. Other files stay.
       config: the model's shape.
-      params: `{"params": tree}` as the module takes it, in any floating dtype.
-      dtype: what the weights are stored in, but for decays, which are float32.
+      params: `{"params": tree}` as the module takes it, in any floating dtype; with MTP blocks also
+        `"mtp": blocks`, as `Checkpoint.blocks` holds them.
+      dtype: what the weights are stored in, but for those that are always float32 (see `Checkpoint.params`).
       tokenizer: written as tokenizer.json.
 
     Returns:
@@ -215,10 +248,10 @@ def save(
     folder = Path(folder)
     settings = {**config.to_dict(), "dtype": jnp.dtype(dtype).name}
     expected = _tensors(config)
-    arrays = dict(_leaves(params["params"]))
+    arrays = dict(_leaves(params))
     by_path = {tensor.path: name for name, tensor in expected.items()}
-    _refuse(folder, "cannot be written, params lack", ("/".join(p) for p in by_path.keys() - arrays.keys()))
-    _refuse(folder, "cannot be written, params have unknown", ("/".join(p) for p in arrays.keys() - by_path.keys()))
+    _refuse(folder, "cannot be written, params lack", map(_spell, by_path.keys() - arrays.keys()))
+    _refuse(folder, "cannot be written, params have unknown", map(_spell, arrays.keys() - by_path.keys()))
     stored = {}
     for path, name in by_path.items():
         stored[name] = expected[name].to_file(np.asarray(arrays[path]), dtype)
@@ -239,6 +272,8 @@ def save(
 def random_params(config: Config, seed: int, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Parameters `{"params": tree}` drawn by numpy from `seed`: the same on every backend and jax version.
 
+    Those of MTP blocks, if the model has any, come under `"mtp"`.
+
     Matrices keep the scale of what they multiply, embeddings are short beside what the layers add (else a tied head
     would repeat its input for ever) and every norm scale differs from 1, so that mixing two of them up shows. States
     forget at all speeds, from a tenth of a row to a thousand rows.
@@ -253,20 +288,20 @@ def random_params(config: Config, seed: int, dtype: Any = jnp.float32) -> dict[s
     tree: dict[str, Any] = {}
     for tensor in _tensors(config).values():
         value = rng.standard_normal(tensor.shape, np.float32)
-        if len(tensor.shape) == 1:
+        if len(tensor.tree_shape) == 1:
             value = tensor.center + value * tensor.spread
         else:
             value /= np.sqrt(tensor.shape[-1], dtype=np.float32)
         _put(tree, tensor.path, jnp.asarray(tensor.to_tree(value, dtype)))
-    return {"params": tree}
+    return tree
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
     """A tensor of the file: its place in the parameter tree, its shape in the file, and how the tree holds it.
 
-    Matrices are transposed, a convolution [C, 1, W] loses its middle axis, and decays stay float32. `center` and
-    `spread` are those of a random vector.
+    Matrices are transposed, a convolution [C, 1, W] and a decay [1, 1, HV, 1] lose their axes of one, and `wide` ones
+    stay float32. `center` and `spread` are those of a random vector.
     """
 
     path: tuple[str, ...]
@@ -276,42 +311,95 @@ class _Tensor:
     center: float = 1.0
     spread: float = 0.125
 
+    @property
+    def tree_shape(self) -> tuple[int, ...]:
+        if self.transposed:
+            return self.shape[::-1]
+        return {3: self.shape[::2], 4: self.shape[2:3]}.get(len(self.shape), self.shape)
+
     def to_tree(self, value: np.ndarray, dtype: Any) -> np.ndarray:
-        value = value.T if self.transposed else value[:, 0] if value.ndim == 3 else value
+        value = value.T if self.transposed else value.reshape(self.tree_shape)
         return np.ascontiguousarray(value).astype(np.float32 if self.wide else jnp.dtype(dtype))
 
     def to_file(self, value: np.ndarray, dtype: Any) -> np.ndarray:
-        value = value.T if self.transposed else value[:, None] if len(self.shape) == 3 else value
+        if value.shape == self.tree_shape:
+            value = value.T if self.transposed else value.reshape(self.shape)
         return np.ascontiguousarray(value).astype(np.float32 if self.wide else jnp.dtype(dtype))
+
+
+def _spell(path: tuple[str, ...]) -> str:
+    return "/".join(path[1:] if path[0] == "params" else path)
 
 
 def _tensors(config: Config) -> dict[str, _Tensor]:
     """Every tensor of the model under its public name."""
+    if isinstance(config, GlmConfig):
+        return _glm_tensors(config)
     hybrid = isinstance(config, HybridConfig)
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     scale = {"center": 0.0} if hybrid else {}  # of most norms the hybrid stores what is added to 1
     tensors = {
-        "model.embed_tokens.weight": _Tensor(("embed_tokens",), (config.vocab_size, hidden)),
-        "model.norm.weight": _Tensor(("norm",), (hidden,), **scale),
+        "model.embed_tokens.weight": _Tensor(("params", "embed_tokens"), (config.vocab_size, hidden)),
+        "model.norm.weight": _Tensor(("params", "norm"), (hidden,), **scale),
     }
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = _Tensor(("lm_head",), (config.vocab_size, hidden))
+        tensors["lm_head.weight"] = _Tensor(("params", "lm_head"), (config.vocab_size, hidden))
     for layer in range(config.num_hidden_layers):
         linear = hybrid and config.layer_types[layer] == LINEAR
         shapes = {
             "input_layernorm.weight": (hidden,),
             **(_delta_net_shapes(config) if linear else _attention_shapes(config, 2 if hybrid else 1)),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
+            **_mlp_shapes(config),
         }
         for name, shape in shapes.items():
             last = name.removesuffix(".weight").rpartition(".")[2]
             how: dict[str, Any] = {"transposed": len(shape) == 2}
             how |= _DECAYS.get(last, {} if last == "norm" else scale)
-            tensors[f"model.layers.{layer}.{name}"] = _Tensor((f"layers_{layer}", last), shape, **how)
+            tensors[f"model.layers.{layer}.{name}"] = _Tensor(("params", f"layers_{layer}", last), shape, **how)
     return tensors
+
+
+def _glm_tensors(config: GlmConfig) -> dict[str, _Tensor]:
+    """The model's, then those of its MTP blocks, which are stored as layers behind the last one."""
+    hidden = config.hidden_size
+    tensors = {
+        "model.embed_tokens.weight": _Tensor(("params", "embed_tokens"), (config.vocab_size, hidden)),
+        "model.norm.weight": _Tensor(("params", "norm"), (hidden,)),
+    }
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = _Tensor(("params", "lm_head"), (config.vocab_size, hidden))
+
+    def add(prefix, path, shapes):
+        for name, shape in shapes.items():
+            words = name.removesuffix(".weight").split(".")
+            place = words[-1:] if words[:-1] != ["self_attn", "indexer"] else words[1:]
+            if words[-1] == "bias":
+                place = ["indexer", "k_norm_bias"]
+            how: dict[str, Any] = {"transposed": len(shape) == 2} | _DECAYS.get(place[-1], _GLM_WIDE.get(place[-1], {}))
+            tensors[f"{prefix}.{name}"] = _Tensor((*path, *place), shape, **how)
+
+    def layer_shapes(kind):
+        mixer = _sparse_shapes(config) if kind == SPARSE else _kimi_shapes(config)
+        return {"input_layernorm.weight": (hidden,), **mixer, **_mlp_shapes(config)}
+
+    for layer, kind in enumerate(config.layer_types):
+        add(f"model.layers.{layer}", ("params", f"layers_{layer}"), layer_shapes(kind))
+    for depth in range(config.num_nextn_predict_layers):
+        prefix, path = f"model.layers.{config.num_hidden_layers + depth}", ("mtp", f"blocks_{depth}")
+        add(prefix, path, {"eh_proj.weight": (hidden, 2 * hidden)})
+        add(prefix, path, {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")})
+        add(prefix, (*path, "block"), layer_shapes(SPARSE))
+    return tensors
+
+
+def _mlp_shapes(config) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
 
 
 def _attention_shapes(config, queries: int) -> dict[str, tuple[int, ...]]:
@@ -342,6 +430,51 @@ def _delta_net_shapes(config) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _kimi_shapes(config) -> dict[str, tuple[int, ...]]:
+    hidden, heads, width = config.hidden_size, config.linear_num_heads, config.linear_head_dim
+    channels = heads * width
+    return {
+        **{f"self_attn.{name}_proj.weight": (channels, hidden) for name in "qkv"},
+        **{f"self_attn.{name}_conv1d.weight": (channels, 1, config.linear_conv_kernel_dim) for name in "qkv"},
+        "self_attn.b_proj.weight": (heads, hidden),
+        **{f"self_attn.{name}_a_proj.weight": (width, hidden) for name in "fg"},
+        **{f"self_attn.{name}_b_proj.weight": (channels, width) for name in "fg"},
+        "self_attn.A_log": (1, 1, heads, 1),
+        "self_attn.dt_bias": (channels,),
+        "self_attn.o_norm.weight": (width,),
+        "self_attn.o_proj.weight": (hidden, channels),
+    }
+
+
+def _sparse_shapes(config) -> dict[str, tuple[int, ...]]:
+    hidden, latent, queries = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
+    heads, inner, outer = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    index_heads, width = config.index_n_heads, config.index_head_dim
+    return {
+        "self_attn.q_a_proj.weight": (queries, hidden),
+        "self_attn.q_a_layernorm.weight": (queries,),
+        "self_attn.q_b_proj.weight": (heads * inner, queries),
+        "self_attn.kv_a_proj_with_mqa.weight": (latent, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent,),
+        "self_attn.kv_b_proj.weight": (heads * (inner + outer), latent),
+        "self_attn.o_proj.weight": (hidden, heads * outer),
+        "self_attn.indexer.wq_b.weight": (index_heads * width, queries),
+        "self_attn.indexer.wk.weight": (width, hidden),
+        "self_attn.indexer.weights_proj.weight": (index_heads, hidden),
+        "self_attn.indexer.k_norm.weight": (width,),
+        "self_attn.indexer.k_norm.bias": (width,),
+        "self_attn.indexer.index_kpool_compress_ape": (config.index_kpool, width),
+        "self_attn.indexer.index_kpool_compress_gate": (width, hidden),
+    }
+
+
+_GLM_WIDE = {
+    **{f"{name}_conv1d": {"wide": True} for name in "qkv"},
+    "weights_proj": {"wide": True},
+    "k_norm": {"wide": True},
+    "k_norm_bias": {"wide": True, "center": 0.0},
+    "index_kpool_compress_ape": {"wide": True, "transposed": False},
+}
 _DECAYS = {"A_log": {"wide": True, "spread": 1.0}, "dt_bias": {"wide": True, "center": -3.0, "spread": 2.0}}
 
 
@@ -360,13 +493,17 @@ def _read_config(folder: Path) -> Config:
         raise InputError(f"{folder} has no config.json: a Hugging Face model folder is needed")
     try:
         settings = _read_json(folder / "config.json")
-        family = HybridConfig if settings.get("model_type") == "qwen3_next" else Qwen3Config
+        family = _FAMILIES.get(settings.get("model_type"), Qwen3Config)
         config = family.from_dict(settings)
         generation = folder / "generation_config.json"
         stops = eos_ids(_read_json(generation)) if generation.is_file() else ()
         return dataclasses.replace(config, eos_token_ids=stops) if stops else config
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
+
+
+# A folder of another type is read as Qwen3 dense, which also old folders without a type are, or refuses it.
+_FAMILIES = {"qwen3_next": HybridConfig, "glm5_next_text": GlmConfig}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ Any function with this signature plugs in, whatever framework it comes from:
     positions  int32[B, D], absolute positions, consecutive in a row. Padded rows may lie past context_len: compute
                rotary angles, or clip before looking a position up in a table
     cache      `KVCache` or, with unified memory, `PoolCache`; written and read through
-               `jaxspec.attend(cache, layer, q, k, v, metadata)`, once an attention layer, and
+               `jaxspec.attend(cache, layer, q, k, v, metadata)`, once an attention layer,
+               `jaxspec.attention.attend_pooled(cache, layer, q, k, v, index, metadata)`, once a layer that selects, and
                `jaxspec.recurrent.recur(cache, layer, update, metadata)`, once a layer whose state accumulates
     metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows
                whose logits are wanted
@@ -28,8 +29,10 @@ from typing import Any
 import jax
 
 from jaxspec.attention import attend
+from jaxspec.attention.kpool import attend_pooled
 from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, PoolCache, StatePart, StateSpec
 from jaxspec.cache.layers import ACCUMULATED, POSITION
+from jaxspec.models.glm import Glm, GlmMTP
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
 from jaxspec.models.qwen3 import Qwen3
@@ -87,19 +90,21 @@ class Model:
 class FlaxApply:
     """Binds a module to the contract."""
 
-    module: Qwen3 | Hybrid
+    module: Qwen3 | Hybrid | Glm
 
     def __call__(self, params, tokens, positions, cache, metadata):
         def store_and_attend(layer, q, k, v, cache):
             return attend(cache, layer, q, k, v, metadata)
 
+        def select_and_attend(layer, q, k, v, index, cache, *, scale):
+            return attend_pooled(cache, layer, q, k, v, index, metadata, scale=scale)[:2]
+
         def advance(layer, update, cache):
             return recur(cache, layer, update, metadata)
 
-        carried = {"recur": advance} if isinstance(self.module, Hybrid) else {}
-        return self.module.apply(
-            params, tokens, positions, store_and_attend, cache, logit_rows=metadata.logit_rows, **carried
-        )
+        carried = {} if isinstance(self.module, Qwen3) else {"recur": advance}
+        joined = select_and_attend if isinstance(self.module, Glm) else store_and_attend
+        return self.module.apply(params, tokens, positions, joined, cache, logit_rows=metadata.logit_rows, **carried)
 
 
 def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
@@ -127,6 +132,87 @@ def from_hybrid(module: Hybrid) -> Model:
         for kind, window in zip(config.layer_types, config.windows, strict=True)
     )
     return _model(module, tuple(layers))
+
+
+def from_glm(module: Glm) -> Model:
+    """The contract for a Glm module: a sparse layer keeps one latent row a token, key and value at once, and what its
+    indexer needs; a linear one its convolution window, in the module's dtype, and its temporal state, in float32."""
+    config = module.config
+    window = (config.linear_conv_kernel_dim - 1, config.conv_channels)
+    temporal = (config.linear_num_heads, config.linear_head_dim, config.linear_head_dim)
+    state = StateSpec((StatePart("conv", window, jax.numpy.dtype(module.dtype).name), StatePart("temporal", temporal)))
+    layers = (state if kind == LINEAR else _latent_layer(config) for kind in config.layer_types)
+    return _model(module, tuple(layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPBlocks:
+    """A target's prediction blocks: static and hashable, like `Model`.
+
+    Attributes:
+      apply: `(params, block, tokens, hidden, positions, attend, cache, logit_rows) -> (logits, hidden, cache)`: block
+        number `block` (static) over tokens int32[B, C] and hidden [B, C, H];
+        `attend(layer, q, k, v, index, cache, scale=)` is called once, for layer `block`; logits float32[B, K, V] of the
+        rows that logit_rows int32[B, K] names; hidden [B, C, H], what the next step of a chain takes.
+      layers: what each block keeps for a token.
+      hidden_size: H.
+      vocab_size: V.
+      dtype: of the hidden rows and the cache, as a string.
+    """
+
+    apply: Callable[..., tuple[Array, Array, Any]]
+    layers: tuple[KPoolSpec, ...]
+    hidden_size: int
+    vocab_size: int
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class GlmBlocksApply:
+    """Binds the MTP blocks of a Glm module to what `MTPBlocks.apply` is called with.
+
+    Its params are `{"blocks": {"blocks_0": tree, ...}, "embed_tokens": [V, H]}`, and `lm_head` where the model has one
+    of its own. Without logit_rows logits are those of all rows.
+    """
+
+    module: Glm
+
+    def __call__(self, params, block, tokens, hidden, positions, attend, cache=None, logit_rows=None):
+        del positions  # no layer knows them
+        embedding = params["embed_tokens"]
+        return GlmMTP(self.module.config, self.module.dtype, block).apply(
+            {"params": params["blocks"][f"blocks_{block}"]},
+            embedding,
+            params.get("lm_head", embedding),
+            tokens,
+            hidden,
+            attend,
+            cache,
+            logit_rows,
+        )
+
+
+def blocks_of_glm(module: Glm) -> MTPBlocks:
+    """The MTP blocks that a Glm module's configuration names."""
+    config = module.config
+    return MTPBlocks(
+        apply=GlmBlocksApply(module),
+        layers=(_latent_layer(config),) * config.num_nextn_predict_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        dtype=jax.numpy.dtype(module.dtype).name,
+    )
+
+
+def _latent_layer(config):
+    return KPoolSpec(
+        num_kv_heads=1,
+        head_dim=config.kv_lora_rank,
+        value_dim=0,
+        pool=config.index_kpool,
+        topk=config.index_topk,
+        index_dim=config.index_head_dim,
+    )
 
 
 def _attention_layer(config, window, swa_pages):
