@@ -60,7 +60,7 @@ def hadamard(x: Array) -> Array:
     y = x.astype(_wide(x))
     for stage in range(width.bit_length() - 1):
         # Entries a and b, 2 ** stage apart, become a + b and a - b.
-        pairs = y.reshape(*x.shape[:-1], -1, 2, 1 << stage)
+        pairs = y.reshape(*x.shape[:-1], width >> (stage + 1), 2, 1 << stage)
         sign = np.array([[1], [-1]], y.dtype)
         y = (pairs * sign + pairs[..., ::-1, :]).reshape(x.shape)
     return y * np.asarray(width**-0.5, y.dtype)

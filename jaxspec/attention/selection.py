@@ -6,7 +6,7 @@ The visible length E of a row has E // p whole pools, of which it sees min(E // 
 live tail, all of which it sees: `expand_pools` lists that many tokens, no more and no fewer.
 
 What lies behind the live part of an argument may hold anything, NaN included. A row's result depends on nothing but its
-own arguments.
+own arguments; on a CPU its bits do not either depend on how many rows a request has.
 """
 
 import jax
