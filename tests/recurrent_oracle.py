@@ -4,7 +4,7 @@ import numpy as np
 
 
 def gated_delta(q, k, v, log_decay, beta, state, real=None):
-    """(out [B, T, HV, V], states after each row [B, T, HV, V, K])."""
+    """(out [B, T, HV, V], states after each row [B, T, HV, V, K]); log_decay [B, T, HV] or [B, T, HV, K]."""
     q, k, v, log_decay, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, beta, state))
     B, T, HK, K = k.shape
     HV, V = v.shape[2:]
@@ -15,7 +15,7 @@ def gated_delta(q, k, v, log_decay, beta, state, real=None):
             for t in range(T):
                 if real is None or real[b, t]:
                     key, query = (x / np.sqrt(x @ x + 1e-6) for x in (k[b, t, source], q[b, t, source]))
-                    S = np.exp(log_decay[b, t, head]) * S
+                    S = (np.exp(log_decay[b, t, head]) * np.ones(K))[:, None] * S
                     S = S + np.outer(key, beta[b, t, head] * (v[b, t, head] - S.T @ key))
                     out[b, t, head] = S.T @ query / np.sqrt(K)
                 states[b, t, head] = S.T

@@ -23,10 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.recurrent.channel_delta import channel_rule, chunk_size
+from jaxspec.recurrent.solve import WHOLE, inverse, matmul, only_real, product, unit
+from pallas_kernels.delta_rows import delta_rows
+
 Array = jax.Array
 
 _ZERO_DECAY = -128.0  # exp of it is 0 in float32; keeps an infinite log_decay out of sums
-_WHOLE = 16  # rows up to which masks are cheaper than cutting blocks out
 
 
 def gated_delta(
@@ -46,20 +49,27 @@ def gated_delta(
     Row t of value head h forgets, writes and reads its state S [V, K], with q and k of head h // (HV // HK) brought to
     length 1 (x * rsqrt(sum x^2 + 1e-6)) and q scaled by K ** -0.5:
 
-        S = exp(log_decay) S;  S = S + beta (v - S k) k';  out = S q
+        S = S exp(log_decay);  S = S + beta (v - S k) k';  out = S q
 
-    Everything inside is float32 with full-precision products. It can be differentiated.
+    A log_decay for each key channel multiplies the columns of S, each by its own decay (Kimi Delta Attention); one for
+    the head multiplies all of them (Gated DeltaNet). Everything inside is float32 with full-precision products. It can
+    be differentiated.
+
+    With keep="rows" and a decay for each channel rows are run one after the other: the bits of
+    row t's output and of the state after it depend on the state before row 0 and on rows 0 to t alone, neither on later
+    rows nor on T, and running the rows in several calls gives the bits of one call. Otherwise rows are solved a chunk
+    at a time, and other chunks round in other places.
 
     Args:
       q, k: [B, T, HK, K], as they come from the projection; T may be 0.
       v: [B, T, HV, V]; HV is a multiple of HK.
-      log_decay: [B, T, HV], at most 0; -inf forgets everything.
+      log_decay: [B, T, HV] or [B, T, HV, K], at most 0; -inf forgets everything.
       beta: [B, T, HV], from 0 (writes nothing) to 1 (replaces what the key held).
       state: float32[B, HV, V, K], the state before row 0; zeros at the start of a text.
       real: bool[B, T], or None where every row is. A row that is not real gives zeros and leaves the state as it was,
         whatever the other arguments hold there, NaN included; such rows may lie anywhere.
       keep: "last" or "rows", which states to return.
-      chunk: rows solved at once; longer inputs are a scan over chunks.
+      chunk: rows solved at once, at most; longer inputs are a scan over chunks.
 
     Returns:
       out, [B, T, HV, V] in v's dtype, and the float32 state after the last row, [B, HV, V, K], or with keep="rows" the
@@ -77,7 +87,14 @@ def gated_delta(
     if T == 0:
         return jnp.zeros_like(v), state if keep == "last" else jnp.zeros((B, 0, HV, V, K), jnp.float32)
 
-    rule = functools.partial(_rule, C=min(T, chunk), keep=keep)
+    by_channel = log_decay.ndim == 4
+    if keep == "rows" and by_channel:
+        out, rows = delta_rows(q, k, v, log_decay, beta, state, real=real)
+        return out.astype(v.dtype), rows
+    if by_channel:
+        rule = functools.partial(channel_rule, C=chunk_size(T, chunk))
+    else:
+        rule = functools.partial(_rule, C=min(T, chunk), keep=keep)
     if chunk < T:
         # What chunks need to be solved is twenty times their rows. The backward pass computes it again from the rows.
         rule = jax.checkpoint(rule)
@@ -89,7 +106,7 @@ def _rule(q, k, v, log_decay, beta, state, real, *, C, keep):
     HV, V = v.shape[2:]
     R, N = HV // HK, -(-T // C)
     dtype = v.dtype
-    q, k, v, log_decay, beta = (_only_real(x, real).astype(jnp.float32) for x in (q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = (only_real(x, real).astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     log_decay = jnp.maximum(log_decay, _ZERO_DECAY)
 
     def chunks(x, *heads):  # [B, T, heads, ...] -> [N, B, heads, C, ...], zeros behind row T - 1
@@ -98,30 +115,30 @@ def _rule(q, k, v, log_decay, beta, state, real, *, C, keep):
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 2 + len(heads))
 
     both = jnp.concatenate([chunks(q, HK), chunks(k, HK)], axis=3)  # [N, B, HK, 2 C, K]
-    both = _unit(both) * np.repeat(np.float32([K**-0.5, 1]), C)[:, None]
+    both = unit(both) * np.repeat(np.float32([K**-0.5, 1]), C)[:, None]
     q, k = both[..., :C, :], both[..., C:, :]
     v, log_decay, beta = (chunks(x, HK, R) for x in (v, log_decay, beta))  # [N, B, HK, R, C, ...]
     state = state.astype(jnp.float32).reshape(B, HK, R, V, K)
 
     held, since = _decays(log_decay)  # [N, B, HK, R, C, C] and [N, B, HK, R, C]
-    if C <= _WHOLE:
+    if C <= WHOLE:
         alike = jnp.sum(both[..., None, :] * k[..., None, :, :], axis=-1)[:, :, :, None]
     else:
-        alike = _product("...tk,...jk->...tj", both, k)[:, :, :, None]
+        alike = product("...tk,...jk->...tj", both, k)[:, :, :, None]
     weights = held * alike[..., :C, :]
     system = jnp.where(np.tri(C, k=-1, dtype=bool), beta[..., None] * held * alike[..., C:, :], 0)
-    inverse = _inverse(system)
+    solved = inverse(system)
     if N == 1:
         starts = state[None]
-        read, found = jnp.split(_product("nbhtk,nbhrvk->nbhrtv", both, starts), 2, axis=4)
-        writes = _matmul(inverse, beta[..., None] * (v - since[..., None] * found))
+        read, found = jnp.split(product("nbhtk,nbhrvk->nbhrtv", both, starts), 2, axis=4)
+        writes = matmul(solved, beta[..., None] * (v - since[..., None] * found))
     else:
-        values = _matmul(inverse, beta[..., None] * v)
-        keys = _matmul(inverse, (beta * since)[..., None] * k[:, :, :, None])
+        values = matmul(solved, beta[..., None] * v)
+        keys = matmul(solved, (beta * since)[..., None] * k[:, :, :, None])
         state, starts, writes = _carry(state, values, keys, k, held, since)
-        read = _product("nbhtk,nbhrvk->nbhrtv", q, starts)
+        read = product("nbhtk,nbhrvk->nbhrtv", q, starts)
 
-    out = since[..., None] * read + _matmul(weights, writes)
+    out = since[..., None] * read + matmul(weights, writes)
     out = jnp.moveaxis(out, (1, 0, 4), (0, 1, 2)).reshape(B, N * C, HV, V)[:, :T].astype(dtype)
     if keep == "rows":
         held, since = jnp.moveaxis(held, 4, 2), jnp.moveaxis(since, 4, 2)
@@ -131,7 +148,7 @@ def _rule(q, k, v, log_decay, beta, state, real, *, C, keep):
         return out, jnp.moveaxis(rows, 0, 1).reshape(B, N * C, HV, V, K)[:, :T]
     if N == 1:
         write = held[0, ..., -1, :, None] * writes[0]
-        state = since[0, ..., -1, None, None] * state + _product("bhrjv,bhjk->bhrvk", write, k[0])
+        state = since[0, ..., -1, None, None] * state + product("bhrjv,bhjk->bhrvk", write, k[0])
     return out, state.reshape(B, HV, V, K)
 
 
@@ -142,7 +159,12 @@ def _check(q, k, v, log_decay, beta, state, real, keep, chunk):
     if v.ndim != 4 or v.shape[:2] != (B, T) or v.shape[2] % HK:
         raise ValueError(f"v has shape {v.shape}: it must be [{B}, {T}, HV, V] with HV a multiple of HK = {HK}")
     HV, V = v.shape[2:]
-    wanted = {"log_decay": (log_decay, (B, T, HV)), "beta": (beta, (B, T, HV)), "state": (state, (B, HV, V, K))}
+    if log_decay.shape not in ((B, T, HV), (B, T, HV, K)):
+        raise ValueError(
+            f"log_decay has shape {log_decay.shape}: beside q {q.shape} and v {v.shape} it must be {(B, T, HV)}, or "
+            f"{(B, T, HV, K)} for a decay of each key channel"
+        )
+    wanted = {"beta": (beta, (B, T, HV)), "state": (state, (B, HV, V, K))}
     if real is not None:
         wanted["real"] = real, (B, T)
     for name, (x, shape) in wanted.items():
@@ -154,31 +176,15 @@ def _check(q, k, v, log_decay, beta, state, real, keep, chunk):
         raise ValueError(f"chunk is {chunk}: it must be at least 1")
 
 
-def _only_real(x, real):
-    return x if real is None else jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
-
-
-def _unit(x):
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def _product(spec, x, y):
-    return jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
-
-
-def _matmul(x, y):
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
 def _decays(log_decay):
     """D [..., C, C], zeros above the diagonal, and d [..., C]."""
     C = log_decay.shape[-1]
     t, i, j = np.ogrid[:C, :C, :C]
     between = ((j < i) & (i <= t)).transpose(1, 0, 2).astype(np.float32)
-    if C <= _WHOLE:
+    if C <= WHOLE:
         sums = sum(log_decay[..., i, None, None] * between[i] for i in range(C))
     else:
-        sums = _product("...i,is->...s", log_decay, between.reshape(C, C * C)).reshape(*log_decay.shape, C)
+        sums = product("...i,is->...s", log_decay, between.reshape(C, C * C)).reshape(*log_decay.shape, C)
     since = jnp.exp(sums[..., 0] + log_decay[..., :1])
     return jnp.where(np.tri(C, dtype=bool), jnp.exp(sums), 0), since
 
@@ -188,39 +194,9 @@ def _carry(state, values, keys, k, held, since):
 
     def step(state, chunk):
         values, keys, k, to_end, decay = chunk
-        writes = values - _product("bhrjk,bhrvk->bhrjv", keys, state)
-        added = _product("bhrjv,bhjk->bhrvk", to_end[..., None] * writes, k)
+        writes = values - product("bhrjk,bhrvk->bhrjv", keys, state)
+        added = product("bhrjv,bhjk->bhrvk", to_end[..., None] * writes, k)
         return decay[..., None, None] * state + added, (state, writes)
 
     state, (starts, writes) = lax.scan(step, state, (values, keys, k, held[..., -1, :], since[..., -1]))
     return state, starts, writes
-
-
-@jax.custom_jvp
-def _inverse(system):
-    """(I + system)^-1 of strictly lower triangular matrices [..., C, C], from the inverses of blocks on the diagonal.
-
-    The sum of powers of A would be as short, but for keys alike its terms grow like binomials and cancel; the inverse
-    of every block is as tame as the rule itself.
-    """
-    C = system.shape[-1]
-    if C > _WHOLE and C % 2 == 0:
-        half = C // 2
-        upper, lower = _inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
-        corner = -_product("...ti,...ij->...tj", lower, _matmul(system[..., half:, :half], upper))
-        return jnp.block([[upper, jnp.zeros_like(upper)], [corner, lower]])
-    row, column = np.ogrid[:C, :C]
-    inverse, size = jnp.eye(C, dtype=system.dtype), 1
-    while size < C:  # blocks of `size` are done: pairs of them become blocks of twice the size
-        corners = jnp.where((row // size % 2 == 1) & (column // size == row // size - 1), system, 0)
-        if size > 1:
-            corners = _matmul(inverse, _matmul(corners, inverse))
-        inverse, size = inverse - corners, 2 * size
-    return jnp.broadcast_to(inverse, system.shape)
-
-
-@_inverse.defjvp
-def _inverse_jvp(primals, tangents):
-    inverse = _inverse(*primals)
-    moved = _matmul(tangents[0], inverse)
-    return inverse, -_matmul(inverse, moved)
