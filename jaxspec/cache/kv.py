@@ -82,6 +82,11 @@ def _pooled(layers, layer: int) -> KPoolSpec:
     return layers[layer]
 
 
+def _by_row(slots: Array) -> Array:
+    """Slots [B] or [B, D] beside columns [B, D]."""
+    return slots if slots.ndim == 2 else slots[:, None]
+
+
 def _tail_rows(spec: KPoolSpec, rows: Array) -> Array:
     """bfloat16[B, D, 2, X], rows of a ring."""
     if rows.ndim != 4 or rows.shape[2:] != spec.tail_shape[1:]:
@@ -101,7 +106,7 @@ def _words(spec: KPoolSpec, keys: Array, scales: Array) -> Array:
                 f"{name} has shape {array.shape}: the layer keeps keys [B, M, {spec.index_dim}] and scales [B, M]"
             )
     bits = [_bits_as(keys.astype(jnp.float8_e4m3fn), jnp.uint8), _bits_as(scales.astype("float32")[..., None], "uint8")]
-    return jnp.concatenate(bits, axis=-1).reshape(*scales.shape, -1, WORD)
+    return jnp.concatenate(bits, axis=-1).reshape(*scales.shape, spec.index_dim // WORD + 1, WORD)
 
 
 def _word_places(spec: KPoolSpec, pools: Array, page_size: int) -> tuple[Array, Array]:
@@ -255,15 +260,16 @@ class KVCache:
 
         Args:
           layer: index into `layers` (static), one with compressed keys.
-          slots: int32[B], whose ring: the slot of the request's state, all different but for the sink's, 0.
-          columns: int32[B, D], rows of the ring, 0 .. ring - 1, all different.
+          slots: int32[B], whose ring: the slot of the request's state, all different but for the sink's, 0; or
+            int32[B, D], so that single rows may go to the sink.
+          columns: int32[B, D], rows of the ring, 0 .. ring - 1, all different in a ring but the sink's.
           rows: bfloat16[B, D, 2, X], keys and scores.
 
         Returns:
           The cache with rows[b, j] at row columns[b, j]; all else is as it was. In place where the buffers are donated.
         """
         buffers, rows = self.buffers[layer], _tail_rows(_pooled(self.layers, layer), rows)
-        tail = buffers.tail.at[slots[:, None], columns].set(rows, mode=IN_BOUNDS)
+        tail = buffers.tail.at[_by_row(slots), columns].set(rows, mode=IN_BOUNDS)
         return self._with_buffer(layer, buffers._replace(tail=tail))
 
     def read_tail(self, layer: int, slots: Array, columns: Array) -> Array:
@@ -397,7 +403,7 @@ class PoolCache:
         """First unit of rows of the layer's rings, [B, D, 1], and how many units a row fills."""
         ring = self.layout.ring_row(layer, self.lanes == "draft")
         units = ring.units // self.layers[layer].ring
-        start = slots[:, None] * self.layout.entry_units("state") + ring.start + columns * units
+        start = _by_row(slots) * self.layout.entry_units("state") + ring.start + columns * units
         return start[..., None], units
 
     def _state_places(self, layer: int, slots: Array) -> list[tuple[Array, int]]:
