@@ -2,10 +2,13 @@
 
     python tests/conformance.py FILE.npz [--backend reference|interpret|checked|triton|mosaic] [--kernel NAME]
 
+NAME is a recorded kernel. With `fused_` before it, its cases go through the one launch that a forward with pooled
+attention uses, kpool_metadata, into a packed buffer. It may hold wildcards, as in 'kpool_*' and 'fused_*'.
+
 tests/data/README.md describes the format. Every destination cell holds -7 before a call and whole arrays are compared,
 so a cell that the contract does not name must still be -7 afterwards. A case passes when every form of its call does:
-destinations as arrays of their own; packed, where the kernel has that form; for decode_metadata and the state indices
-also everything as views of wider buffers. The cells around views and packed sections must stay as they were. Only
+destinations as arrays of their own; packed, where the kernel has that form; for decode_metadata, the state indices and
+pooled attention also everything as views of wider buffers. The cells around views and packed sections must stay as they were. Only
 `interpret`, which compiles each form for a second, runs one form a case, in turn over a kernel's cases.
 
 Each failed case is one line, and the last line is `N passed, N failed`: together the cases of the file, or those of
@@ -17,137 +20,27 @@ Exit status: 0 all passed, 1 something failed, 2 nothing was run (no GPU for a G
 
 import argparse
 import dataclasses
-import io
-import json
+import fnmatch
 import logging
 import math
-import pathlib
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import quick_compile
+from conformance_cases import STALE, BadFile, Call, Case, Failed, File
+from conformance_kpool import KPOOL_ADAPTERS
+from conformance_selection import SELECTION_ADAPTERS
 
 import pallas_kernels as pk
 
-STALE = -7  # in every destination cell before a call
 GUARD = -99  # in the cells around views and between packed sections
 GAP = 3  # guard cells between two views of a buffer
 GPU_BACKENDS = ("triton", "mosaic")
 QUIET_SECONDS = 1  # before progress is shown
-
-
-class BadFile(Exception):
-    """Why a file cannot be run."""
-
-
-class Failed(Exception):
-    """Why a case failed."""
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Case:
-    """One recorded call. Adapters take what they use out of `meta` and `inputs`; what is left over fails the case."""
-
-    meta: dict
-    inputs: dict[str, np.ndarray]
-    expected: dict[str, np.ndarray]
-    turn: int  # cases of the same kernel before this one
-
-    def options(self, *names: str) -> dict:
-        """Those of the named scalar parameters that the case has."""
-        return {name: self.meta.pop(name) for name in names if name in self.meta}
-
-    def arrays(self, *names: str) -> dict[str, np.ndarray]:
-        """Those of the named inputs that the case has."""
-        return {name: self.inputs.pop(name) for name in names if name in self.inputs}
-
-    def requests(self) -> dict:
-        """The request table and each request's row in it, as the public functions call them."""
-        rows, source = self.inputs.pop("req_pool_indices"), self.inputs.pop("req_to_token")
-        return {"req_rows": rows, "source": source, "granularity": "token"}
-
-    def before(self, *names: str) -> dict[str, np.ndarray]:
-        """A destination for each of the named outputs that was recorded."""
-        return {n: np.full(a.shape, STALE, np.int32) for n, a in self.expected.items() if n in names}
-
-    def expect_stale_past(self, lengths: np.ndarray, page_size: int) -> None:
-        """Without zero_tail a table is fixed on its live prefix only, and past it must stay as it was."""
-        for name, table in self.expected.items():
-            if table.ndim == 2:
-                live = np.arange(table.shape[1]) * page_size < lengths[:, None]
-                self.expected[name] = np.where(live, table, STALE)
-
-
-class File:
-    """The cases of a file: `meta`, and their arrays, read one case at a time."""
-
-    def __init__(self, path: str):
-        try:
-            self._archive = np.load(io.BytesIO(pathlib.Path(path).read_bytes()))
-        except OSError as error:
-            raise BadFile(error.strerror or str(error)) from error
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise BadFile("not an npz archive") from error
-        if not isinstance(self._archive, np.lib.npyio.NpzFile):
-            raise BadFile("one array, not an npz archive")
-        if "meta" not in self._archive.files:
-            raise BadFile("it has no array `meta`")
-        try:
-            self.meta = json.loads(bytes(self._archive["meta"]))
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise BadFile("its `meta` is not JSON in UTF-8") from error
-        if not isinstance(self.meta, list) or not self.meta or not all(isinstance(m, dict) for m in self.meta):
-            raise BadFile("its `meta` is not a list of cases, one object each, or is empty")
-        self._names = {}
-        for name in self._archive.files:
-            self._names.setdefault(name.rpartition("/")[0], []).append(name)
-
-    def kernel(self, number: int) -> str:
-        return str(self.meta[number].get("kernel"))
-
-    def case(self, number: int) -> Case:
-        meta = {name: value for name, value in self.meta[number].items() if name != "kernel"}
-        turn = [self.kernel(i) for i in range(number)].count(self.kernel(number))
-        return Case(meta, self._arrays(f"{number}/in"), self._arrays(f"{number}/out"), turn)
-
-    def _arrays(self, prefix: str) -> dict[str, np.ndarray]:
-        return {name.rpartition("/")[2]: self._archive[name] for name in self._names.get(prefix, [])}
-
-
-# Calls ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A public function, its arguments but `out`, and the destinations by name before the call.
-
-    kind     the tuple of named destinations that `out` is; None where `out` is the only destination itself
-    forms    how the destinations are held, one run each: `separate`, `views`, `packed`
-    layout   of the packed form
-    """
-
-    function: Callable
-    arguments: dict
-    before: dict[str, np.ndarray]
-    kind: type | None = None
-    forms: tuple[str, ...] = ("separate",)
-    layout: pk.MetadataLayout | None = None
-
-    def out(self, arrays: dict):
-        if self.kind is None:
-            return next(iter(arrays.values()))
-        return self.kind(**(dict.fromkeys(self.kind._fields) | arrays))
-
-    def by_name(self, out) -> dict:
-        return {name: out if self.kind is None else getattr(out, name) for name in self.before}
 
 
 # Forms of a call ------------------------------------------------------------------------------------------------------
@@ -404,8 +297,11 @@ ADAPTERS: dict[str, Callable[[Case], Iterator[Call]]] = {
         replay_state_indices,
         commit_track_indices,
         state_scatter,
+        *KPOOL_ADAPTERS,
+        *SELECTION_ADAPTERS,
     )
 }
+FUSED = "fused_"
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -462,19 +358,19 @@ def check(kernel: str, case: Case, backend: str) -> None:
                 raise Failed(f"{form}: {kind}{error}") from error
 
 
-def run_file(file: File, numbers: list[int], backend: str) -> list[str]:
-    """A line for each of the numbered cases that failed."""
+def run_file(file: File, numbers: list[int], backend: str, prefix: str = "") -> list[str]:
+    """A line for each of the numbered cases that failed. `prefix`: before the names of their kernels."""
     failures, started = [], time.monotonic()
     show = sys.stderr.isatty()
     for done, number in enumerate(numbers):
         if show and time.monotonic() - started > QUIET_SECONDS:
             print(f"\r{done} of {len(numbers)} cases", end="", file=sys.stderr, flush=True)
         try:
-            check(file.kernel(number), file.case(number), backend)
+            check(prefix + file.kernel(number), file.case(number), backend)
         except Exception as error:
             words = " ".join(f"{name}={value}" for name, value in file.meta[number].items() if name != "kernel")
             reason = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-            failures.append(" ".join(f"case {number}: {file.kernel(number)} {words}: {reason}".split()))
+            failures.append(" ".join(f"case {number}: {prefix}{file.kernel(number)} {words}: {reason}".split()))
     if show:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return failures
@@ -497,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("file", metavar="FILE.npz")
     parser.add_argument("--backend", choices=pk.BACKENDS, default="reference")
-    parser.add_argument("--kernel", metavar="NAME", help="run the cases of this kernel only")
+    parser.add_argument("--kernel", metavar="NAME", help="run the cases of this kernel, or of those that match, only")
     arguments = parser.parse_args(argv)
     try:
         file = File(arguments.file)
@@ -508,9 +404,14 @@ def main(argv: list[str] | None = None) -> int:
         why = "`python -c 'import jax; jax.devices()'` may say why"
         print(f"--backend {arguments.backend}: jax finds no GPU on this machine ({why})", file=sys.stderr)
         return 2
-    numbers = [i for i in range(len(file.meta)) if arguments.kernel in (None, file.kernel(i))]
+    wanted = "*" if arguments.kernel is None else arguments.kernel
+    prefix = FUSED if wanted.startswith(FUSED) else ""
+    names = [prefix + file.kernel(i) for i in range(len(file.meta))]
+    numbers = [
+        i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted) and (not prefix or name in ADAPTERS)
+    ]
     if numbers:
-        failures = run_file(file, numbers, arguments.backend)
+        failures = run_file(file, numbers, arguments.backend, prefix)
     else:
         known = ", ".join(dict.fromkeys(map(file.kernel, range(len(file.meta)))))
         numbers, failures = [None], [f"--kernel {arguments.kernel}: {arguments.file} has no such case, only {known}"]

@@ -25,7 +25,9 @@ RECORDED = {
         "extend_cache_locs": 16,
     },
     "recurrent.npz": {"replay_state_indices": 14, "commit_track_indices": 14, "state_scatter": 10},
+    "kpool.npz": {"kpool_decode": 15, "kpool_verify": 13, "kpool_draft_extend": 12, "kpool_write_plan": 14},
 }
+FUSED = {"fused_" + name: count for name, count in RECORDED["kpool.npz"].items()}  # the same cases in one launch
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
@@ -33,6 +35,18 @@ RECORDED = {
 def test_every_recorded_case(name, kernel, backend, capsys):
     status = conformance.main([str(DATA / name), "--backend", backend, "--kernel", kernel])
     assert (capsys.readouterr().out, status) == (f"{RECORDED[name][kernel]} passed, 0 failed\n", 0)
+
+
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+@pytest.mark.parametrize("kernel", FUSED)
+def test_every_recorded_case_of_a_part_through_the_launch_of_a_forward(kernel, backend, capsys):
+    status = conformance.main([str(DATA / "kpool.npz"), "--backend", backend, "--kernel", kernel])
+    assert (capsys.readouterr().out, status) == (f"{FUSED[kernel]} passed, 0 failed\n", 0)
+
+
+def test_wildcards_select_kernels(capsys):
+    status = conformance.main([str(DATA / "kpool.npz"), "--kernel", "fused_*"])
+    assert (capsys.readouterr().out, status) == (f"{sum(FUSED.values())} passed, 0 failed\n", 0)
 
 
 @pytest.mark.parametrize(("name", "count"), [("translated.npz", 114), ("recurrent.npz", 38)])
