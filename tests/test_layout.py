@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxspec.cache import Entry, LayerSpec, PoolCache, PoolLayout, Span, init_cache, init_pool
+from jaxspec.cache import Entry, KPoolSpec, LayerSpec, PoolCache, PoolLayout, Span, init_cache, init_pool
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
 aot = importlib.import_module("kernel_aot")
@@ -38,30 +38,59 @@ def entry_of(kind, layers, draft_layers, itemsize):
         end = up(end, 16)
         for index, spec in enumerate(specs):
             if spec.storage == kind:
-                for part, width in (("K", spec.head_dim), ("V", spec.value_dim or spec.head_dim)):
+                value = spec.value_dim
+                for part, width in (("K", spec.head_dim), ("V", spec.head_dim if value is None else value)):
                     size = spec.num_kv_heads * width * itemsize
                     rows[draft, index, part] = end, size
                     end += size
     return max(up(end, 32), 32), rows
 
 
+def beside_entries(page_size, layers, draft_layers):
+    """Bytes of a FULL page's section and of a state, and {(draft, layer): (first byte, bytes)} of the index keys in the
+    section and of the rings in the state."""
+    keys, rings, section, state = {}, {}, 0, 0
+    for draft, specs in ((False, layers), (True, draft_layers)):
+        for index, spec in enumerate(specs):
+            if isinstance(spec, KPoolSpec):
+                keys[draft, index] = section, up(page_size // spec.pool * (spec.index_dim + 4), 32)
+                rings[draft, index] = state, spec.ring * 2 * spec.index_dim * 2
+                section, state = section + keys[draft, index][1], state + rings[draft, index][1]
+    return section, keys, up(state, 32), rings
+
+
 def assert_matches_the_oracle(layout):
     itemsize = np.dtype(jnp.dtype(layout.dtype)).itemsize
-    entries = {kind: entry_of(kind, layout.layers, layout.draft_layers, itemsize) for kind in layout.kinds}
-    floor = max(size * layout.page_size for size, _ in entries.values())
+    section, keys, state, rings = beside_entries(layout.page_size, layout.layers, layout.draft_layers)
+    assert ("state" in layout.kinds) == (state > 0)
+    tokens = [kind for kind in layout.kinds if kind != "state"]
+    entries = {kind: entry_of(kind, layout.layers, layout.draft_layers, itemsize) for kind in tokens}
+    page = {kind: size * layout.page_size for kind, (size, _) in entries.items()}
+    page["full"] += section
+    if state:
+        page["state"], entries["state"] = state, (state, {})
+    floor = max(page.values())
     assert layout.nbytes == layout.units * layout.unit_bytes and layout.unit_bytes == layout.unit * itemsize
     for kind, (size, rows) in entries.items():
-        page = size * layout.page_size
         assert layout.entry_units(kind) * layout.unit_bytes == size
-        assert layout.page_units(kind) * layout.unit_bytes == page
-        assert layout.num_pages(kind) == layout.nbytes // page
-        assert layout.min_page(kind) == -(-floor // page)
+        assert layout.page_units(kind) * layout.unit_bytes == page[kind]
+        assert layout.num_pages(kind) == layout.nbytes // page[kind]
+        assert layout.min_page(kind) == -(-floor // page[kind])
+        slot = 5 * layout.page_size + layout.page_size // 2 if kind != "state" else 5
+        offset = layout.page_size // 2 * size if kind != "state" else 0
+        assert layout.slot_units(kind, slot) * layout.unit_bytes == 5 * page[kind] + offset
         for draft, layer in {key[:2] for key in rows}:
             row = layout.row(layer, draft)
             assert row.kind == kind
             got = [n * layout.unit_bytes for n in (row.key, row.key_units, row.value, row.value_units)]
             assert got == [*rows[draft, layer, "K"], *rows[draft, layer, "V"]]
             assert row.value == row.key + row.key_units
+    for (draft, layer), (first, size) in keys.items():
+        spec, entry = (layout.draft_layers if draft else layout.layers)[layer], entries["full"][0] * layout.page_size
+        assert [n * layout.unit_bytes for n in layout.index_row(layer, draft)] == [entry + first, size]
+        assert [n * layout.unit_bytes for n in layout.ring_row(layer, draft)] == [*rings[draft, layer]]
+        assert spec.index_dim % layout.unit_bytes == 0
+        assert layout.storage == f"uint{8 * itemsize}"
 
 
 def test_worked_example():
@@ -102,6 +131,16 @@ def test_worked_example_of_the_sinks():
     assert [layout.min_page(kind) for kind in layout.kinds] == [1, 3]
 
 
+def test_worked_example_of_a_section():
+    """A latent row of 1152 bytes, 64 index keys of 128 bytes and 64 scales of 4 a page: 8448 bytes, 66 units."""
+    layer = KPoolSpec(1, 576, value_dim=0, pool=4, index_dim=128).with_rows(6)
+    layout = PoolLayout.for_pages([layer], full=9, state=2, page_size=256, dtype="bfloat16")
+    assert (layout.unit_bytes, layout.page_units("full"), layout.row(0)) == (128, 2370, ("full", 0, 9, 9, 0))
+    assert layout.slot_units("full", 517) == 4785 and layout.index_row(0) == (2304, 66)
+    assert layout.ring_row(0) == (0, 10 * 512 // 128) and layout.entry_units("state") == 40
+    assert_matches_the_oracle(layout)
+
+
 HEADS, WIDTHS = st.integers(1, 4), st.sampled_from([8, 16, 24, 32, 64, 80, 128])
 
 
@@ -109,7 +148,13 @@ HEADS, WIDTHS = st.integers(1, 4), st.sampled_from([8, 16, 24, 32, 64, 80, 128])
 def layer(draw, storages=("full", "swa")):
     storage = draw(st.sampled_from(storages))
     window = draw(st.integers(1, 40)) if storage == "swa" else draw(st.sampled_from([None, 5]))
-    return LayerSpec(draw(HEADS), draw(WIDTHS), window, storage, draw(st.none() | WIDTHS))
+    heads, width, value = draw(HEADS), draw(WIDTHS), draw(st.none() | st.just(0) | WIDTHS)
+    if storage == "full" and draw(st.booleans()):
+        pool, index_dim = draw(st.sampled_from([2, 4])), draw(st.sampled_from([16, 32, 48, 128]))
+        return KPoolSpec(heads, width, value_dim=value, pool=pool, index_dim=index_dim).with_rows(
+            draw(st.integers(1, 9))
+        )
+    return LayerSpec(heads, width, window, storage, value)
 
 
 @settings(max_examples=150, deadline=None)
@@ -120,10 +165,14 @@ def layer(draw, storages=("full", "swa")):
     st.sampled_from(["float32", "bfloat16"]),
     st.integers(1, 9),
     st.integers(1, 9),
+    st.integers(1, 9),
 )
-def test_any_layers(layers, draft_layers, page_size, dtype, full, swa):
+def test_any_layers(layers, draft_layers, page_size, dtype, full, swa, state):
+    layers, draft_layers = (
+        [spec for spec in specs if page_size % getattr(spec, "pool", 1) == 0] for specs in (layers, draft_layers)
+    )
     arguments = {"draft_layers": draft_layers, "page_size": page_size, "dtype": dtype}
-    layout = PoolLayout.for_pages(layers, full=full, swa=swa, **arguments)
+    layout = PoolLayout.for_pages(layers, full=full, swa=swa, state=state, **arguments)
     assert_matches_the_oracle(layout)
     assert layout == dataclasses.replace(layout) and hash(layout) == hash(dataclasses.replace(layout))
 
@@ -131,9 +180,10 @@ def test_any_layers(layers, draft_layers, page_size, dtype, full, swa):
         """Whether such a pool has room: intervals from the bottom and from the top, clear of the sinks."""
         pages = {kind: layout.page_units(kind) for kind in layout.kinds}
         used = [(0, max(pages.values()))]
-        if "swa" in pages:
-            first = -(-used[0][1] // pages["swa"])
-            used.append((first * pages["swa"], (first + swa) * pages["swa"]))
+        for kind, count in (("state", state), ("swa", swa)):
+            if kind in pages:
+                first = -(-used[-1][1] // pages[kind])
+                used.append((first * pages[kind], (first + count) * pages[kind]))
         last = units // pages["full"]
         used.append(((last - full) * pages["full"], last * pages["full"]))
         return all(a[1] <= b[0] for a, b in itertools.pairwise(used))
@@ -201,6 +251,19 @@ def test_rows_of_any_kind_are_disjoint_and_inside(spans, size, message):
         Entry("state", 1, size, tuple(Span(("parts", 0), f"part {i}", *span) for i, span in enumerate(spans)))
 
 
+@pytest.mark.parametrize(
+    ("span", "size", "message"),
+    [
+        ((0, 32), 48, "a section of 48 bytes is not a multiple of 32"),
+        ((0, 48), 32, r"index of layers\[0\], bytes 0 to 48, ends outside the section of 32 bytes"),
+        ((8, 16), 32, "start at multiples of 16"),
+    ],
+)
+def test_sections_obey_the_same_rules(span, size, message):
+    with pytest.raises(ValueError, match=f"kind 'full': .*{message}"):
+        Entry("full", 4, 32, (), size, (Span(("layers", 0), "index", *span),))
+
+
 def test_an_entry_need_not_be_a_token():
     """One state a page, convolution and recurrence of two layers, stream by stream."""
     parts = [("conv", 0, 48), ("conv", 48, 48), ("temporal", 96, 1024), ("temporal", 1120, 1024)]
@@ -243,8 +306,15 @@ def test_a_drafts_swa_layer_sees_no_freed_page():
 def test_layers_that_are_not_there():
     layout = PoolLayout.for_pages([WINDOWED], full=4, swa=4, page_size=4)
     for arguments in ((1,), (-1,), (0, True)):
-        with pytest.raises(ValueError, match=f"layer={arguments[0]}: "):
-            layout.row(*arguments)
+        for find in (layout.row, layout.index_row, layout.ring_row):
+            with pytest.raises(ValueError, match=f"layer={arguments[0]}: "):
+                find(*arguments)
+    for find in (layout.index_row, layout.ring_row, layout.state_rows):
+        with pytest.raises(ValueError, match="layer=0: "):
+            find(0)
+    layout = PoolLayout.for_pages([KPoolSpec(1, 16).with_rows(1)], full=4, state=1, page_size=4)
+    with pytest.raises(ValueError, match="layer=0: no recurrent layer"):
+        layout.state_rows(0)
 
 
 @pytest.mark.parametrize(("field", "size"), [("num_kv_heads", 0), ("head_dim", 0), ("value_dim", -1)])
@@ -325,6 +395,15 @@ def test_rows_of_the_wrong_shape(kind):
         cache.write(0, jnp.zeros((1, 1), jnp.int32), k, k)
     with pytest.raises(ValueError, match=r"k has shape \(1, 1, 2, 32\): the layer keeps \[B, D, 2, 64\]"):
         cache.write(0, jnp.zeros((1, 1), jnp.int32), v, v)
+
+
+def test_only_pages_with_a_section_are_counted():
+    """Where none has one, a row's place is one product."""
+    plain = PoolLayout.for_pages([ASYMMETRIC, WINDOWED], full=4, swa=4, page_size=4)
+    pooled = PoolLayout.for_pages([KPoolSpec(1, 16).with_rows(1)], full=4, state=1, page_size=4)
+    for layout, operations in ((plain, {"mul"}), (pooled, {"mul", "shift_right_arithmetic", "add"})):
+        program = jax.make_jaxpr(lambda slots: layout.slot_units("full", slots))(jnp.zeros(3, jnp.int32))  # noqa: B023
+        assert {equation.primitive.name for equation in program.eqns} == operations
 
 
 WIDE = LayerSpec(24, 128)  # 12 288 bytes in bfloat16; 16 layers are an entry of 196 608
