@@ -14,6 +14,8 @@
     kpool_verify            the same for a verify forward
     kpool_draft_extend      the same for a draft extend
     kpool_write_plan        where the keys of pools that a forward closes go
+    kpool_append_tail       the tokens behind a row's last closed pool, put behind those of its selected pools
+    kpool_ragged_layout     the index pages of a prefill side by side, and the pools that each query row sees
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
 
@@ -36,6 +38,7 @@ from pallas_kernels.checked import KernelFault
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.kpool import kpool_metadata, kpool_metadata_fusion_supported
 from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
+from pallas_kernels.kpool_selection import RaggedLayout, kpool_append_tail, kpool_ragged_layout
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
@@ -54,6 +57,7 @@ __all__ = [
     "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
+    "RaggedLayout",
     "View",
     "WindowBuffers",
     "commit_track_indices",
@@ -63,10 +67,12 @@ __all__ = [
     "draft_write_window",
     "explain_backends",
     "extend_cache_locs",
+    "kpool_append_tail",
     "kpool_decode",
     "kpool_draft_extend",
     "kpool_metadata",
     "kpool_metadata_fusion_supported",
+    "kpool_ragged_layout",
     "kpool_verify",
     "kpool_write_plan",
     "kv_read_stream",

@@ -22,6 +22,8 @@ KERNELS = (
     "commit_track_indices",
     "state_scatter",
     "page_zero",
+    "kpool_append_tail",
+    "kpool_ragged_layout",
 )
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
@@ -129,7 +131,7 @@ def explain_backends() -> list[BackendChoice]:
         reason = f"the compiled kernels need a CUDA device; found {_device()}"
         return [BackendChoice(kernel, "reference", reason) for kernel in KERNELS]
     backend, reason = _fastest(capability)
-    said = {kernel for kernel in KERNELS if backend == "triton" or kernel in _LEFT_TO_XLA}
+    said = {kernel for kernel in _MEASURED if backend == "triton" or kernel in _LEFT_TO_XLA}
     measured = {kernel: f"; {_MEASURED[kernel]}" if kernel in said else "" for kernel in KERNELS}
     chosen = {kernel: "reference" if kernel in _LEFT_TO_XLA else backend for kernel in KERNELS}
     return [BackendChoice(kernel, chosen[kernel], reason + measured[kernel]) for kernel in KERNELS]

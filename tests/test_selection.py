@@ -119,7 +119,7 @@ def test_ties_go_to_the_first():
 def test_numbers_before_nan():
     nan, inf = np.nan, np.inf
     scores = [[[nan, -inf, 1, nan, inf, -3e38, nan]], [[nan] * 7], [[-nan, nan, 0, -inf, -inf, nan, -nan]]]
-    for budget in range(1, 8):
+    for budget in (1, 3, 6):
         for length in range(8):
             check_selected(scores, [[length]] * 3, budget)
 
@@ -129,7 +129,7 @@ def test_neighbouring_floats_are_told_apart():
     points = np.array([-3e38, -1, -1e-30, 1e-30, 1, 3e38], np.float32)
     row = np.unique(np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(9))]))
     row = np.random.default_rng(1).permutation(row)[None, None]
-    for budget in range(1, row.size + 1):
+    for budget in (2, 5, 9, row.size - 1):
         check_selected(row, [[row.size]], budget)
 
 

@@ -9,6 +9,7 @@ from pallas_kernels import (
     DecodeTables,
     MetadataLayout,
     PackedMetadata,
+    RaggedLayout,
     View,
     WindowBuffers,
     commit_track_indices,
@@ -17,6 +18,8 @@ from pallas_kernels import (
     draft_extend_metadata,
     draft_write_window,
     extend_cache_locs,
+    kpool_append_tail,
+    kpool_ragged_layout,
     kv_read_stream,
     kv_read_table,
     page_zero,
@@ -29,6 +32,7 @@ PAGE = 64
 L, SLOTS, STATE = 2, 9, (3, 1500)  # layers, state slots, a state of several programs with a part left over
 UNITS, U, SLOT_UNITS = 700, 64, 71  # a pool; a slot's units, of which a state takes 70
 KINDS = (3, 100)  # units a page of each kind
+POOL, TOPK = 4, 2048  # tokens a pool, tokens of a row's selected pools
 LAYOUT = MetadataLayout(B, D, P, has_swa=True)
 
 
@@ -141,6 +145,18 @@ def zero(pool, pages, backend):
     return page_zero(pool, pages, page_units=KINDS, backend=backend)
 
 
+def append_tail(out, selected, seq_lens, pool_lens, table, backend):
+    return kpool_append_tail(selected, seq_lens, pool_lens, out, pool=POOL, page_table=table, backend=backend)
+
+
+def append_positions(out, selected, seq_lens, pool_lens, backend):
+    return kpool_append_tail(selected, seq_lens, pool_lens, out, pool=POOL, backend=backend)
+
+
+def ragged(out, table, first_page, pages, first_row, rows, seen, backend):
+    return kpool_ragged_layout(table, first_page, pages, first_row, rows, seen, out, pool=POOL, backend=backend)
+
+
 def array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -177,6 +193,9 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
     ),
     "page zero": (zero, (array(jnp.bfloat16, UNITS, U), int32(2, 40)), 1),
     "page zero, float32": (zero, (array(jnp.float32, UNITS, U), int32(2, 40)), 1),
+    "append tail": (append_tail, (int32(B, TOPK + 3), int32(B, TOPK), int32(B), int32(B), int32(B, 9999)), 1),
+    "append tail, positions": (append_positions, (int32(B, TOPK + 3), int32(B, TOPK), int32(B), int32(B)), 1),
+    "ragged layout": (ragged, (RaggedLayout(*map(int32, (N, N, N))), int32(B, P * POOL), *[int32(B)] * 4, int32(N)), 1),
 }
 
 
@@ -193,6 +212,19 @@ def _pages(rng):
     return (np.stack([small, large]),)
 
 
+def _tails(rng):
+    """Rows that see more pools than are selected, as many, fewer and none."""
+    lengths = np.array([3, 2047, 2048, 9998, 5003])
+    return rng.integers(0, 9999, (B, TOPK)), lengths, lengths // POOL, rng.integers(0, 9999, (B, 9999))
+
+
+def _ragged(rng):
+    """Requests of several blocks of pages and of none, which do not fill the destinations."""
+    pages, rows = np.array([290, 0, 260, 1, 40]), np.array([257, 3, 0, 300, 1])
+    table = rng.integers(-2, NV, (B, P * POOL))
+    return table, pages.cumsum() - pages, pages, rows.cumsum() - rows, rows, rng.integers(0, 300 * 64, N)
+
+
 CONTENTS = {  # where wild numbers are not allowed
     "commit track": lambda rng: (
         rng.integers(-1, D + 2, B),
@@ -205,6 +237,9 @@ CONTENTS = {  # where wild numbers are not allowed
     "state scatter, pool": lambda rng: _states(rng, (1, B, D, 70, U)),
     "page zero": _pages,
     "page zero, float32": _pages,
+    "append tail": _tails,
+    "append tail, positions": lambda rng: _tails(rng)[:3],
+    "ragged layout": _ragged,
 }
 
 

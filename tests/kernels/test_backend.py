@@ -9,6 +9,7 @@ from pallas_kernels import KERNELS, mosaic
 OPERATIONS = ["decode, packed", "lengths, separate", "extend, separate", "window, packed"]
 OPERATIONS += ["read table", "read stream", "cache locations"]
 OPERATIONS += ["replay", "commit track", "state scatter", "page zero"]
+OPERATIONS += ["append tail", "ragged layout"]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
