@@ -179,7 +179,8 @@ class GlmLayer(_Rows):
         latents = self._norm("q_a_layernorm", self._project("q_a_proj", x, config.q_lora_rank))
         query = self._project("q_b_proj", latents, heads * inner).reshape(*rows, heads, inner)
         row = self._norm("kv_a_layernorm", self._project("kv_a_proj_with_mqa", x, config.kv_lora_rank))
-        index = GlmIndexer(config, dtype, name="indexer")(x, latents)
+        # An indexer learns what attention looks at, and moves nothing of the layer that it serves.
+        index = GlmIndexer(config, dtype, name="indexer")(lax.stop_gradient(x), lax.stop_gradient(latents))
 
         # What makes a head's keys and values of a latent row; neither is ever computed.
         both = self.param("kv_b_proj", _matrix_init, (config.kv_lora_rank, heads * (inner + outer)))

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.checkpoint import Checkpoint, Module
 from jaxspec.models.corpus import END_OF_TEXT_ID, read_tokens
+from jaxspec.models.glm import Glm, dense_attend_pooled
 from jaxspec.models.qwen3 import dense_attend
 
 LATE = (2048, 2600)  # positions reported apart: past the length most small models are trained at
@@ -77,27 +78,76 @@ def read_windows(corpus: pathlib.Path, tokenizer: tokenizers.Tokenizer, length: 
     return Windows(tokens, np.array([len(p) for p in parts], np.int32), token_widths(tokenizer))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _score(module, params, tokens):
+def text_attend(module: Module, sparse: bool = True):
+    """The `attend` argument of a module for whole texts; sparse layers select unless `sparse` is False."""
+    if isinstance(module, Glm):
+        return dense_attend_pooled(module.config, sparse=sparse)
+    return dense_attend(module.config.windows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(module, sparse, params, tokens):
     """Nats of every token given those before it, float32 [B, T - 1], and the most likely next id, int32 [B, T - 1]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits, _, _ = module.apply(params, tokens, positions, dense_attend(module.config.windows))
+    logits, _, _ = module.apply(params, tokens, positions, text_attend(module, sparse))
     logits = logits[:, :-1]
     picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def score(model: Checkpoint, windows: Windows, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def score(model: Checkpoint, windows: Windows, batch: int, *, sparse: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Nats and most likely next ids of every window, [N, T - 1] both; entries past a window's length mean nothing."""
-    nats, best = [], []
+    return _by_batch(functools.partial(_score, model.module, sparse, model.params), windows, batch)
+
+
+def _by_batch(run, windows, batch):
+    """`run(tokens [batch, T]) -> tuple of arrays [batch, ...]` over all windows, joined."""
+    parts = []
     for start in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[start : start + batch]
         rows = len(tokens)
         tokens = np.pad(tokens, ((0, batch - rows), (0, 0)))  # one shape, one compilation
-        part = jax.device_get(_score(model.module, model.params, tokens))
-        nats.append(part[0][:rows])
-        best.append(part[1][:rows])
-    return np.concatenate(nats), np.concatenate(best)
+        parts.append([each[:rows] for each in jax.device_get(run(tokens))])
+    return tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _ahead(module, blocks, steps, params, block_params, tokens):
+    """Most likely next ids of the model, int32 [B, T], and of each step of its MTP blocks, [B, T] each.
+
+    Row p of step s is given the text up to token p + s and says token p + s + 1, which row p + s of the model says.
+    """
+    attend = text_attend(module)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits, hidden, _ = module.apply(params, tokens, positions, attend)
+    found = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
+    for step in range(steps):
+        tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+        block = min(step, len(blocks.layers) - 1)
+        logits, hidden, _ = blocks.apply(block_params, block, tokens, hidden, positions, attend)
+        found.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return tuple(found)
+
+
+def look_ahead(model: Checkpoint, windows: Windows, batch: int, steps: int = 3) -> dict[str, Any]:
+    """How often each step of the MTP blocks says what the model says, with the held-out text itself as context.
+
+    `acceptance` is that share, step by step; `tokens_per_verify` is 1 + the mean number of steps in a row that agree,
+    counted from every position: what a chain of so many drafts would bring if the model continued as the text does.
+    Steps after the first select anew, by the rows they are at.
+    """
+    run = functools.partial(_ahead, model.module, model.mtp, steps, model.params, model.mtp_params)
+    target, *ahead = _by_batch(run, windows, batch)
+    rows = np.arange(target.shape[1])[None, :]
+    inside, run, total, shares = None, None, 0.0, []
+    for step, ids in enumerate(ahead, 1):
+        same = ids[:, :-step] == target[:, step:]
+        counted = (rows + step < windows.lengths[:, None])[:, :-step]
+        shares.append(round(float(same[counted].mean()), 4))
+        run = same & counted if run is None else run[:, :-1] & same & counted
+        inside = int(counted.sum()) if inside is None else inside
+        total += float(run.sum())
+    return {"acceptance": shares, "tokens": inside, "tokens_per_verify": round(1 + total / inside, 4)}
 
 
 def _scored(windows: Windows) -> np.ndarray:
@@ -141,9 +191,9 @@ def agreement(draft: np.ndarray, target: np.ndarray, windows: Windows, depths: S
     return result
 
 
-def evaluate(model: Checkpoint, windows: Windows, batch: int) -> dict[str, Any]:
-    """Bits per byte over all positions and over those from 2048 to 2599."""
-    nats, _ = score(model, windows, batch)
+def evaluate(model: Checkpoint, windows: Windows, batch: int, *, sparse: bool = True) -> dict[str, Any]:
+    """Bits per byte over all positions and over those from 2048 to 2599; `sparse` as in `text_attend`."""
+    nats, _ = score(model, windows, batch, sparse=sparse)
     return {"all": bits_per_byte(nats, windows), f"positions_{LATE[0]}_{LATE[1]}": bits_per_byte(nats, windows, *LATE)}
 
 

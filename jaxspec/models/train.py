@@ -3,6 +3,7 @@
     python -m jaxspec.models.train --role target --corpus CORPUS --out TARGET --minutes 6
     python -m jaxspec.models.train --role draft --corpus CORPUS --out DRAFT --distill_from TARGET --minutes 1.5
     python -m jaxspec.models.train --role hybrid --corpus CORPUS --out HYBRID --minutes 6
+    python -m jaxspec.models.train --role kpool --corpus CORPUS --out KPOOL --minutes 6
 
 One process, one device. The whole corpus lies on the device and a dispatch runs many optimiser steps, so Python only
 watches. The model computes in bfloat16 on a GPU and in float32 on a CPU. With ``--minutes`` or ``--until`` the learning
@@ -34,10 +35,11 @@ import tokenizers
 from absl import app, flags
 
 from jaxspec.errors import InputError
-from jaxspec.models import heldout
+from jaxspec.models import heldout, train_sparse
 from jaxspec.models.checkpoint import Config, load, make_module, save
 from jaxspec.models.config import FULL, SLIDING, Qwen3Config
 from jaxspec.models.corpus import END_OF_TEXT_ID
+from jaxspec.models.glm_config import SPARSE, GlmConfig
 from jaxspec.models.hybrid_config import LINEAR, HybridConfig
 from jaxspec.models.train_attention import attend_with, choose_attend
 from jaxspec.models.train_step import Settings, TrainState, init_state, load_data, make_dispatch, make_logits
@@ -47,12 +49,13 @@ _DECAY_FROM = 0.3  # share of the run after which the learning rate falls linear
 
 
 def preset(name: str, vocab_size: int) -> Config:
-    """The configuration called `name`: target (5.6 M parameters), draft (0.6 M), hybrid (4.3 M), tiny or tiny_hybrid.
+    """The configuration called `name`.
 
-    The tiny ones are for tests.
+    Of parameters target has 5.6 M, draft 0.6 M, hybrid 4.3 M and kpool 4.3 M, its MTP block among them. tiny,
+    tiny_hybrid and tiny_kpool are for tests.
     """
     common = {"vocab_size": vocab_size, "tie_word_embeddings": True, "eos_token_ids": (END_OF_TEXT_ID,)}
-    common |= {"max_position_embeddings": 4096, "head_dim": 64}
+    common |= {"max_position_embeddings": 4096}
     sizes = {
         "target": {
             "hidden_size": 256,
@@ -60,6 +63,7 @@ def preset(name: str, vocab_size: int) -> Config:
             "num_hidden_layers": 8,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            "head_dim": 64,
             "windows": (256, 256, 256, None) * 2,
         },
         "draft": {
@@ -68,6 +72,7 @@ def preset(name: str, vocab_size: int) -> Config:
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
+            "head_dim": 64,
             "windows": (None, None),
         },
         "tiny": {
@@ -86,6 +91,7 @@ def preset(name: str, vocab_size: int) -> Config:
             "layer_types": (LINEAR, SLIDING, LINEAR, FULL, LINEAR, FULL),
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            "head_dim": 64,
             "sliding_window": 256,
             "partial_rotary_factor": 0.5,
             "linear_num_key_heads": 2,
@@ -108,10 +114,47 @@ def preset(name: str, vocab_size: int) -> Config:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
+        "kpool": {
+            "hidden_size": 192,
+            "intermediate_size": 384,
+            "layer_types": ((LINEAR,) * 3 + (SPARSE,)) * 2,
+            "num_attention_heads": 3,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "linear_num_heads": 3,
+            "linear_head_dim": 64,
+            "index_n_heads": 2,
+            "index_head_dim": 128,
+            "index_topk": 128,
+            "index_kpool": 4,
+            "num_nextn_predict_layers": 1,
+            "index_share_for_mtp_iteration": True,
+        },
+        "tiny_kpool": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "layer_types": (LINEAR, SPARSE),
+            "num_attention_heads": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 32,
+            "index_topk": 16,
+            "index_kpool": 4,
+            "num_nextn_predict_layers": 1,
+            "index_share_for_mtp_iteration": True,
+            "max_position_embeddings": 256,
+        },
     }
     if name not in sizes:
         raise InputError(f"preset {name!r}: there are {', '.join(sizes)}")
-    family = HybridConfig if "layer_types" in sizes[name] else Qwen3Config
+    family = Qwen3Config if "windows" in sizes[name] else GlmConfig if "index_kpool" in sizes[name] else HybridConfig
     return family(**(common | sizes[name]))
 
 
@@ -119,6 +162,11 @@ def learning_rate(progress: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Share of the peak rate at `progress` (0 to 1 of the run) and `step`: a short ramp, level, then down to 0."""
     falling = np.clip((1 - progress) / (1 - _DECAY_FROM), 0, 1)
     return (np.minimum(1, (step + 1) / _WARMUP_STEPS) * falling).astype(np.float32)
+
+
+def plain_schedule(progress: np.ndarray, step: np.ndarray) -> dict[str, np.ndarray]:
+    """What each step of a dispatch is told: its learning rate."""
+    return {"rate": learning_rate(progress, step)}
 
 
 @dataclasses.dataclass
@@ -167,12 +215,14 @@ def fit(
     bytes_per_token: float,
     keep: Callable[[Any], None],
     keep_seconds: float = 150.0,
+    schedule: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]] = plain_schedule,
     report: Callable[[str], None] = print,
 ) -> tuple[TrainState, list[dict[str, float]], bool]:
     """Runs dispatches until the budget is spent; returns the state, the curve, and whether it ran to the end.
 
-    While one dispatch runs the next is already queued, so the device never waits for the host. Every `keep_seconds`
-    the weights go to `keep`. Ctrl-C or SIGTERM ends the loop after the dispatches under way.
+    While one dispatch runs the next is already queued, so the device never waits for the host. `schedule` says, of each
+    step's place in the run, what the step is told. Every `keep_seconds` the weights go to `keep`. Ctrl-C or SIGTERM
+    ends the loop after the dispatches under way.
 
     Raises:
       FloatingPointError: the loss is no longer finite; what `keep` got last is from before.
@@ -182,16 +232,17 @@ def fit(
     start = kept = last = time.monotonic()
     seconds = 0.0  # that a dispatch takes
 
-    def collect(losses, done):
+    def collect(figures, done):
         nonlocal last, seconds
-        losses = np.asarray(losses)
+        losses = np.asarray(figures["nats"])
         seconds, last = time.monotonic() - last, time.monotonic()
-        elapsed, nats = last - start, float(losses.mean())
-        figures = {"step": done, "tokens": done * tokens_a_step, "seconds": round(elapsed, 2), "nats": round(nats, 4)}
-        curve.append(figures)
+        elapsed, means = last - start, {name: round(float(np.mean(each)), 4) for name, each in figures.items()}
+        nats = means["nats"]
+        curve.append({"step": done, "tokens": done * tokens_a_step, "seconds": round(elapsed, 2), **means})
+        others = "".join(f"  {name} {mean:.3f}" for name, mean in means.items() if name != "nats")
         progress = float(budget.progress(done, elapsed))
         report(
-            f"step {done:5d}  loss {nats:.4f}  {nats / np.log(2) / bytes_per_token:.4f} bits/byte  "
+            f"step {done:5d}  loss {nats:.4f}  {nats / np.log(2) / bytes_per_token:.4f} bits/byte{others}  "
             f"{count * tokens_a_step / seconds / 1e6:.3f} M tokens/s  {elapsed:.0f} s  "
             f"ETA {max(elapsed / progress - elapsed, 0):.0f} s"
         )
@@ -205,12 +256,12 @@ def fit(
             progress = budget.progress(step + inside, begins + inside / count * seconds)
             if progress[0] >= 1:
                 break
-            rates = jnp.asarray(learning_rate(progress, step + inside))
-            state, losses = dispatch(state, teacher_params, data, rates)
+            control = jax.tree.map(jnp.asarray, schedule(progress, step + inside))
+            state, figures = dispatch(state, teacher_params, data, control)
             step += count
             if queued:
                 collect(*queued)
-            queued = losses, step
+            queued = figures, step
             if time.monotonic() - kept > keep_seconds:
                 collect(*queued)
                 queued = None
@@ -229,7 +280,7 @@ def prove(make: Callable[[dict[str, str]], Callable], choices: Sequence[dict[str
         start = time.monotonic()
         dispatch = make(choice)
         try:
-            losses = np.asarray(dispatch(*arguments())[1])
+            losses = np.asarray(dispatch(*arguments())[1]["nats"])
         except Exception as failure:
             report(f"attention {choice} fails in the training step: {' '.join(str(failure).split())[:500]}")
             if choice == choices[-1]:
@@ -286,10 +337,13 @@ def train(
         raise InputError(f"{distill_from} has {target.config.vocab_size} ids and the draft {config.vocab_size}")
     report(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}")
     data = load_data(corpus, settings.length)
+    indexed = isinstance(config, GlmConfig)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: init_state(config, settings).params)))
     report(f"{parameters} parameters, {len(data.tokens)} training tokens in {len(data.starts)} documents")
 
     def make(choice):
+        if indexed:
+            return train_sparse.make_sparse_dispatch(make_module(config, dtype), settings, **choice)
         own = make_logits(make_module(config, dtype), attend_with(config.windows, **choice))
         teacher = target and make_logits(target.module, attend_with(target.config.windows, **choice))
         return make_dispatch(own, teacher, settings)
@@ -297,11 +351,16 @@ def train(
     def fresh():
         return init_state(config, settings)
 
+    def schedule(progress, step):
+        return plain_schedule(progress, step) | (train_sparse.schedule(settings, progress, step) if indexed else {})
+
     teacher_params = target.params if target else None
-    plain = {"sliding": "blocks", "full": "blocks"}
-    choice = {"auto": None, "cudnn": {"sliding": "cudnn", "full": "cudnn"}, "blocks": plain}[attention]
-    choice = choice or choose_attend((target.config if target else config), settings.length, dtype, report=report)
-    none = jnp.zeros((settings.steps_a_dispatch,), jnp.float32)
+    kinds, choose = (("masked",), train_sparse.choose_masked) if indexed else (("sliding", "full"), choose_attend)
+    plain = dict.fromkeys(kinds, "blocks")
+    choice = dict.fromkeys(kinds, attention)
+    if attention == "auto":
+        choice = choose((target.config if target else config), settings.length, dtype, report=report)
+    none = jax.tree.map(jnp.zeros_like, schedule(*np.zeros((2, settings.steps_a_dispatch))))
     choices = [choice] if choice == plain else [choice, plain]
     dispatch, choice = prove(make, choices, lambda: (fresh(), teacher_params, data, none), report)
 
@@ -314,7 +373,7 @@ def train(
     bytes_per_token = manifest["bytes_per_token"]
     state, curve, finished = fit(
         dispatch, fresh(), teacher_params, data, settings, budget,
-        bytes_per_token=bytes_per_token, keep=keep, report=report,
+        bytes_per_token=bytes_per_token, keep=keep, schedule=schedule, report=report,
     )  # fmt: skip
     keep(state.params)
     record = {
@@ -332,7 +391,7 @@ def train(
         },
         "device": jax.devices()[0].device_kind,
         "corpus": {k: manifest[k] for k in ("seed", "files", "train", "bytes_per_token", "sources")},
-        "curve_is": "mean nats a token of the text over one dispatch of training steps",
+        "curve_is": "means over one dispatch of training steps; nats a token of the text",
         "curve": curve,
     }
     _write_json(out / "training.json", record)
@@ -350,7 +409,11 @@ def measure(
     eval_tokens: int | None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Held-out figures of a written model, in float32 and bfloat16, and of a draft its agreement with the target."""
+    """Held-out figures of a written model, in float32 and bfloat16, and of a draft its agreement with the target.
+
+    Of a model with sparse layers also those it has when it attends to everything, and of its MTP blocks their
+    agreement with it.
+    """
     model = load(folder)
     length = model.config.max_position_embeddings
     windows = heldout.read_windows(corpus, tokenizer, length, eval_tokens)
@@ -360,6 +423,12 @@ def measure(
         name = jnp.dtype(dtype).name
         figures[name] = heldout.evaluate(load(folder, dtype), windows, batch)
         report(f"held out, {name}: {json.dumps(figures[name])}")
+    if isinstance(model.config, GlmConfig):
+        figures["dense"] = heldout.evaluate(model, windows, batch, sparse=False)
+        report(f"held out, float32, dense: {json.dumps(figures['dense'])}")
+    if model.blocks:
+        figures["ahead"] = heldout.look_ahead(model, windows, batch)
+        report(f"held out, MTP blocks and model: {json.dumps(figures['ahead'])}")
     if target is not None:
         _, draft_ids = heldout.score(model, windows, batch)
         _, target_ids = heldout.score(load(target), windows, batch)
@@ -378,10 +447,12 @@ def define_flags() -> None:
     """Declares the command line; done when it is run and not on import, so that other programs keep their names."""
     flags.DEFINE_string("corpus", None, "Folder written by jaxspec.models.corpus.", required=True)
     flags.DEFINE_string("out", None, "Folder to write the model into.", required=True)
-    flags.DEFINE_enum("role", "target", ["target", "draft", "hybrid"], "What is trained.")
-    flags.DEFINE_string("preset", None, "Size: target, draft, hybrid, tiny or tiny_hybrid (default: the role's).")
+    flags.DEFINE_enum("role", "target", ["target", "draft", "hybrid", "kpool"], "What is trained.")
+    flags.DEFINE_string("preset", None, "Size: a role, tiny, tiny_hybrid or tiny_kpool (default: the role's).")
     flags.DEFINE_string("distill_from", None, "Folder of the target that a draft follows.")
-    flags.DEFINE_float("distill_weight", 0.75, "Share of a draft's loss that follows the target.")
+    flags.DEFINE_float("distill_weight", 0.75, "Share of a draft's or MTP block's loss that follows the target.")
+    flags.DEFINE_integer("chain", Settings.chain, "Steps for which an MTP block is trained.")
+    flags.DEFINE_float("dense_share", Settings.dense_share, "Share of the run before sparse layers turn sparse.")
     flags.DEFINE_integer("steps", None, "Train for so many steps (repeatable).")
     flags.DEFINE_float("minutes", None, "Train for so many minutes after compilation.")
     flags.DEFINE_float("until", None, "Train until this Unix time.")
@@ -413,7 +484,9 @@ def main(argv: Sequence[str]) -> None:
         steps_a_dispatch=given.steps_a_dispatch,
         muon_rate=given.muon_rate,
         adam_rate=given.adam_rate,
-        distill_weight=given.distill_weight if distill else 0.0,
+        distill_weight=given.distill_weight if distill or given.role == "kpool" else 0.0,
+        chain=given.chain,
+        dense_share=given.dense_share,
         seed=given.seed,
     )
     train(

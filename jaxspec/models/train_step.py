@@ -23,6 +23,8 @@ from optax import contrib
 from jaxspec.errors import InputError
 from jaxspec.models.checkpoint import Config, make_module
 from jaxspec.models.corpus import END_OF_TEXT_ID, read_tokens
+from jaxspec.models.glm import GlmMTP
+from jaxspec.models.glm_config import GlmConfig
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.qwen3 import Attend, Qwen3
 from jaxspec.models.train_attention import attend_with
@@ -42,7 +44,11 @@ class Settings:
       muon_rate, adam_rate: peak learning rates of the matrices and of everything else.
       weight_decay: of the matrices; a step shrinks them by this times the learning rate.
       clip: largest global norm of the gradient.
-      distill_weight: share of the loss that follows the frozen target's distribution, the rest follows the text.
+      distill_weight: share of a draft's or an MTP block's loss that follows the target's distribution, the rest follows
+        the text.
+      mtp_weight: factor on the loss of the MTP blocks.
+      chain: steps for which one MTP block is trained, the second and further ones on its own rows.
+      dense_share: share of the run in which sparse layers attend to everything.
       seed: of the weights and of the order of the text.
     """
 
@@ -54,12 +60,15 @@ class Settings:
     weight_decay: float = 0.05
     clip: float = 1.0
     distill_weight: float = 0.0
+    mtp_weight: float = 0.3
+    chain: int = 2
+    dense_share: float = 0.35
     seed: int = 0
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Master weights (float32 tree as the module takes it), the optimiser's state, and steps done (int32 [])."""
+    """Master weights (float32, as `jaxspec.models.save` takes them), the optimiser's state, steps done (int32 [])."""
 
     params: Any
     optimiser: Any
@@ -130,7 +139,7 @@ def make_logits(module: Qwen3 | Hybrid, attend: Attend) -> Callable[[Any, jax.Ar
 def stack_matrices(params: Any) -> dict[str, jax.Array]:
     """The leaves by shape: equal matrices as one array [count, in, out], so that Muon treats them in one product.
 
-    Embeddings, convolutions and vectors keep an entry of their own, called by their path.
+    Embeddings, convolutions, an indexer's slim matrices and vectors keep an entry of their own, called by their path.
     """
     groups: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -152,7 +161,8 @@ def unstack_matrices(stacked: dict[str, jax.Array], like: Any) -> Any:
 
 def _group(path, leaf) -> str:
     name = "/".join(str(entry.key) for entry in path)
-    matrix = leaf.ndim == 2 and "layers" in name and not name.endswith("conv1d")
+    inside = "layers" in name or "blocks" in name
+    matrix = leaf.ndim == 2 and inside and not name.endswith(("conv1d", "compress_ape", "weights_proj"))
     return f"[{leaf.shape[0]}, {leaf.shape[1]}]" if matrix else name
 
 
@@ -178,11 +188,8 @@ def make_optimiser(settings: Settings) -> optax.GradientTransformation:
 
 def init_state(config: Config, settings: Settings) -> TrainState:
     """Fresh weights of the seed; what writes into the residual stream starts small."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    module = make_module(config)
-    attend = attend_with(config.windows, "blocks", "blocks")
     # Compiled, because the rows that `init` computes beside the weights then fall away.
-    params = jax.jit(lambda key: module.init(key, tokens, tokens, attend))(jax.random.key(settings.seed))
+    params = jax.jit(functools.partial(_fresh, config))(jax.random.key(settings.seed))
     small = (2 * config.num_hidden_layers) ** -0.5
 
     def shrink(path, leaf):
@@ -192,40 +199,72 @@ def init_state(config: Config, settings: Settings) -> TrainState:
     return TrainState(params, make_optimiser(settings).init(params), jnp.zeros((), jnp.int32))
 
 
+def _fresh(config, key):
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    if not isinstance(config, GlmConfig):
+        return make_module(config).init(key, tokens, tokens, attend_with(config.windows, "blocks", "blocks"))
+
+    def attend(layer, q, k, v, index, cache, *, scale):
+        return q, cache
+
+    params = make_module(config).init(key, tokens, tokens, attend)
+    embedding, hidden = params["params"]["embed_tokens"], jnp.zeros((1, 1, config.hidden_size))
+    blocks = {}
+    for depth in range(config.num_nextn_predict_layers):
+        block, own = GlmMTP(config, depth=depth), jax.random.fold_in(key, depth)
+        blocks[f"blocks_{depth}"] = block.init(own, embedding, embedding, tokens, hidden, attend)["params"]
+    return {**params, "mtp": blocks} if blocks else params
+
+
 def make_dispatch(
     logits: Callable[[Any, jax.Array], jax.Array],
     teacher: Callable[[Any, jax.Array], jax.Array] | None,
     settings: Settings,
-) -> Callable[[TrainState, Any, Data, jax.Array], tuple[TrainState, jax.Array]]:
-    """The jitted `dispatch(state, teacher_params, data, rates [K]) -> (state, nats [K])`.
+) -> Callable[[TrainState, Any, Data, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
+    """The dispatch of a language model: `run_steps` with the cross-entropy with the text, and with a teacher."""
 
-    It runs K optimiser steps with the learning rates `rates` (shares of the peak) and returns each step's mean
-    cross-entropy with the text, in nats a token. `state` is donated.
-    """
-    optimiser = make_optimiser(settings)
-
-    def loss(params, teacher_params, sequences):
+    def loss(params, teacher_params, sequences, control):
         tokens, labels = sequences[:, :-1], sequences[:, 1:].reshape(-1)
         scores = logits(params, tokens)
         total = jax.nn.logsumexp(scores, axis=-1)
         picked = jnp.take_along_axis(scores, labels[:, None], axis=-1)[:, 0]
         nats = jnp.mean(total - picked)
         if teacher is None:
-            return nats, nats
+            return nats, {"nats": nats}
         wanted = jax.nn.softmax(jax.lax.stop_gradient(teacher(teacher_params, tokens)), axis=-1)
         soft = jnp.mean(total - jnp.sum(wanted * scores, axis=-1))
-        return (1 - settings.distill_weight) * nats + settings.distill_weight * soft, nats
+        return (1 - settings.distill_weight) * nats + settings.distill_weight * soft, {"nats": nats}
+
+    return run_steps(loss, settings)
+
+
+def run_steps(
+    loss: Callable[[Any, Any, jax.Array, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]],
+    settings: Settings,
+) -> Callable[[TrainState, Any, Data, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
+    """The jitted `dispatch(state, teacher_params, data, control) -> (state, figures)`, K optimiser steps.
+
+    Args:
+      loss: `loss(params, teacher_params, sequences int32 [batch, length + 1], control) -> (loss, figures)`.
+      settings: of the run.
+
+    Returns:
+      The function. Every array of `control` has an axis K in front, and each step gets its own: `rate`, the share of
+      the peak learning rate, and whatever the loss looks at. Figures are scalars of each step, [K], among them `nats`,
+      the mean cross-entropy with the text, in nats a token. `state` is donated.
+    """
+    optimiser = make_optimiser(settings)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def dispatch(state, teacher_params, data, rates):
-        def one(state, rate):
+    def dispatch(state, teacher_params, data, control):
+        def one(state, control):
             key = jax.random.fold_in(jax.random.key(settings.seed + 1), state.step)
             sequences = draw(data, key, settings.batch, settings.length)
-            gradients, nats = jax.grad(loss, has_aux=True)(state.params, teacher_params, sequences)
+            gradients, figures = jax.grad(loss, has_aux=True)(state.params, teacher_params, sequences, control)
             updates, inner = optimiser.update(gradients, state.optimiser, state.params)
-            params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
-            return TrainState(params, inner, state.step + 1), nats
+            params = jax.tree.map(lambda p, u: p + control["rate"] * u, state.params, updates)
+            return TrainState(params, inner, state.step + 1), figures
 
-        return jax.lax.scan(one, state, rates)
+        return jax.lax.scan(one, state, control)
 
     return dispatch
