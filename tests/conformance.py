@@ -8,8 +8,8 @@ attention uses, kpool_metadata, into a packed buffer. It may hold wildcards, as 
 tests/data/README.md describes the format. Every destination cell holds -7 before a call and whole arrays are compared,
 so a cell that the contract does not name must still be -7 afterwards. A case passes when every form of its call does:
 destinations as arrays of their own; packed, where the kernel has that form; for decode_metadata, the state indices and
-pooled attention also everything as views of wider buffers. The cells around views and packed sections must stay as they were. Only
-`interpret`, which compiles each form for a second, runs one form a case, in turn over a kernel's cases.
+pooled attention also everything as views of wider buffers. The cells around views and packed sections must stay as they
+were. Only `interpret`, which compiles each form for a second, runs one form a case, in turn over a kernel's cases.
 
 Each failed case is one line, and the last line is `N passed, N failed`: together the cases of the file, or those of
 --kernel. Whatever cannot be run has failed: an unknown kernel; a parameter, input or output that its adapter does not
