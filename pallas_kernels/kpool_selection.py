@@ -83,8 +83,8 @@ def kpool_append_tail(
     pool = _at_least_one("pool", pool)
     operands.check_integers("topk_result", topk_result, 2)
     rows, width = topk_result.shape
-    if width % pool:
-        raise ValueError(f"topk_result has {width} columns: whole pools of {pool} tokens are needed")
+    if width == 0 or width % pool:
+        raise ValueError(f"topk_result has {width} columns: it needs whole pools of {pool} tokens, one or more")
     buffers.check_array("out", out, (rows, width + pool - 1))
     flat, destination = buffers.flatten({"out": out}, ("out",))
     inputs = Inputs()
