@@ -190,6 +190,22 @@ def test_the_table_has_the_ratios(monkeypatch, capsys, words):
     assert rows["exact"][-2:] == rows["throughput 2"][-2:] == ["3/3", "3/3"]
 
 
+def test_who_prepared_the_metadata_is_told(monkeypatch, capsys, words, tmp_path):
+    monkeypatch.setenv("JAXSPEC_EXPERIMENTAL_DSA_KPOOL_METADATA_FUSION", "1")
+    planted(monkeypatch)
+    assert cli.main([*words, "--json=-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["environment"]["kpool_metadata"] is None and "kpool_metadata_fusion is" not in err
+    models.save(tmp_path / "glm", tiny_models.GLM_CONFIG, models.random_params(tiny_models.GLM_CONFIG, 0))
+    words = ["bench", "unified-ab", f"--model={tmp_path / 'glm'}", "--drafter=mtp", *SIZES]
+    assert cli.main([*words, "--json=-"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["environment"]["kpool_metadata"] == "ordinary"
+    assert result["settings"]["kpool_metadata_fusion"] and result["configs"]["static"]["kpool_metadata_fusion"]
+    assert err.count("warning: kpool_metadata_fusion is not used") == 1
+
+
 @pytest.fixture(scope="module")
 def target():
     return jaxspec.load_model("target")
@@ -237,10 +253,8 @@ def test_without_a_known_name_there_is_one_line(capsys, words):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert (
-        err
-        == f"error: {' '.join(words)!r} is no command: there are generate, doctor, bench pool-size, bench unified-ab\n"
-    )
+    names = "generate, doctor, bench launches, bench pool-size, bench unified-ab"
+    assert err == f"error: {' '.join(words)!r} is no command: there are {names}\n"
 
 
 def test_the_overview_lists_benchmarks(capsys):

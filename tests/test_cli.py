@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import sys
 
 import pytest
+import tiny_models
 import tokenizers
 
 from jaxspec import Generation, InputError, RequestResult, cli, models
-from jaxspec.cli import environment, prompts, report
+from jaxspec.cli import environment, prompts, report, switches
 from jaxspec.cli import generate as command
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions, TextStream
+from jaxspec.steps import fusion
 
 CONTEXT = 128
 # Shapes that the tests share, so that they share compiled programs.
@@ -246,7 +249,7 @@ def test_a_failed_run_keeps_the_file_of_the_last_one(capsys, monkeypatch, folder
         (["--prompt=a", "--page_size=12"], ["page_size=12", "power of two"]),
         (["--prompt=a", "--page_size=16", "--num_pages=2"], ["pages", "the pool has 1", "num_pages"]),
         (["--prompt=a", "--drafter=magic"], ["magic", "ngram"]),
-        (["--prompt=a", "--drafter=ngram", "--draft_model=draft"], ["--draft_model=draft", "ngram"]),
+        (["--prompt=a", "--drafter=ngram", "--draft_model=draft"], ["draft_model=draft", "ngram"]),
         (["--prompt=a", "--draft_model=/nowhere"], ["/nowhere"]),
         (["--prompt=a", "--loop=fast"], ["fast", "chunked"]),
         (["--prompt=a", "--dtype=int8"], ["int8", "bfloat16"]),
@@ -338,7 +341,10 @@ def test_a_command_lists_its_flags(capsys, name):
 def test_an_unknown_command(capsys):
     status, out, err = run(capsys, "fly")
     assert (status, out) == (2, "")
-    assert err == "error: 'fly' is no command: there are generate, doctor, bench pool-size, bench unified-ab\n"
+    assert (
+        err
+        == "error: 'fly' is no command: there are generate, doctor, bench launches, bench pool-size, bench unified-ab\n"
+    )
 
 
 def test_flags_of_one_call_do_not_reach_the_next(capsys):
@@ -402,6 +408,109 @@ def test_generate_gives_the_advice_once(capsys, monkeypatch, folder):
     _, out, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=import")
     assert err.splitlines().count("planted advice") == 1
     assert "planted" not in out
+
+
+# Sparse layers, prediction blocks and the switch of their metadata
+
+
+@pytest.fixture(scope="module")
+def sparse(folder):
+    """The words of a run of a model with sparse layers and a prediction block, without a tokenizer."""
+    models.save(folder / "glm", tiny_models.GLM_CONFIG, models.random_params(tiny_models.GLM_CONFIG, 0))
+    (folder / "ids.jsonl").write_text('{"token_ids": [1, 2, 3]}')
+    return ["generate", f"--model={folder / 'glm'}", f"--prompt_file={folder / 'ids.jsonl'}", "--json=-"]
+
+
+def test_prediction_blocks_draft_by_default_and_pages_hold_64_pools(capsys, monkeypatch, sparse):
+    monkeypatch.delenv(switches.KPOOL_METADATA_FUSION, raising=False)
+    for words in ([], ["--drafter=mtp"]):
+        fake_runs(monkeypatch, [5, 6], [5, 6])
+        status, out, err = run(capsys, *sparse, *words)
+        ran = json.loads(out)["environment"]
+        assert status == 0
+        assert (ran["drafter"], ran["config"]["page_size"]) == ("MTPDrafter", 256)
+        assert (ran["kpool_metadata"], ran["config"]["kpool_metadata_fusion"]) == ("ordinary", False)
+        assert "kpool_metadata_fusion" not in err
+    fake_runs(monkeypatch, [5, 6], [5, 6])
+    ran = json.loads(run(capsys, *sparse, "--drafter=ngram", "--page_size=32")[1])["environment"]
+    assert (ran["drafter"], ran["config"]["page_size"]) == ("NgramDrafter", 32)
+
+
+def test_a_dense_model_has_no_metadata_to_fuse_and_pages_of_64(capsys, monkeypatch, folder):
+    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
+    fake_runs(monkeypatch, [5, 6], [5, 6])
+    _, out, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=import", "--json=-")
+    ran = json.loads(out)["environment"]
+    assert (ran["kpool_metadata"], ran["config"]["page_size"]) == (None, 64)
+    assert "kpool_metadata_fusion" not in err
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "ran", "line"),
+    [
+        ("cpu", [], "ordinary", "warning: kpool_metadata_fusion is not used: it takes a CUDA device"),
+        ("gpu", ["--page_size=64"], "ordinary", "warning: kpool_metadata_fusion is not used: pool 4, attention pages"),
+        ("gpu", [], "fused", "kpool_metadata_fusion: one kernel a forward prepares the metadata, 4 tokens a pool"),
+    ],
+)
+def test_the_switch_asks_for_fused_metadata_and_is_answered_once(capsys, monkeypatch, sparse, device, words, ran, line):
+    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
+    monkeypatch.setattr(fusion.jax, "default_backend", lambda: device)
+    fake_runs(monkeypatch, [5, 6], [5, 6])
+    status, out, err = run(capsys, *sparse, *words)
+    environment = json.loads(out)["environment"]
+    assert status == 0
+    assert environment["kpool_metadata"] == ran and environment["config"]["kpool_metadata_fusion"]
+    assert [told for told in err.splitlines() if "kpool_metadata_fusion" in told] == [
+        told for told in err.splitlines() if told.startswith(line)
+    ]
+    assert err.count("kpool_metadata_fusion") == 1
+
+
+def test_lines_of_the_log_end_with_the_command(capsys, monkeypatch, sparse):
+    logger = logging.getLogger("jaxspec")
+    before = logger.level, list(logger.handlers)
+    fake_runs(monkeypatch, [5, 6], [5, 6])
+    run(capsys, *sparse)
+    assert (logger.level, logger.handlers) == before
+
+
+@pytest.mark.parametrize("value", ["yes", "2", " "])
+@pytest.mark.parametrize("command", ["generate", "doctor", "bench unified-ab", "bench launches"])
+def test_another_value_of_the_switch_is_one_line_and_exit_status_2(capsys, monkeypatch, command, value):
+    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, value)
+    status, out, err = run(capsys, *command.split())
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"error: {switches.KPOOL_METADATA_FUSION}={value!r}: must be 1")
+
+
+@pytest.mark.parametrize(
+    ("value", "device", "parts"),
+    [
+        (None, "cpu", ["separate operations", "=1 asks for"]),
+        ("0", "cpu", ["separate operations", "=1 asks for"]),
+        ("1", "cpu", ["separate operations", "takes a CUDA device", "cpu"]),
+        ("1", "gpu", ["one kernel a forward"]),
+    ],
+)
+def test_doctor_tells_of_the_switch(capsys, monkeypatch, value, device, parts):
+    monkeypatch.delenv(switches.KPOOL_METADATA_FUSION, raising=False)
+    if value is not None:
+        monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, value)
+    described = environment.describe() | {"backend": device}
+    monkeypatch.setattr(environment, "describe", lambda: described)
+    status, out, _ = run(capsys, "doctor")
+    line = next(line for line in out.splitlines() if line.startswith("metadata of sparse layers"))
+    assert status == 0
+    assert all(part in line for part in (*parts, switches.KPOOL_METADATA_FUSION))
+    found = json.loads(run(capsys, "doctor", "--json=-")[1])["kpool_metadata_fusion"]
+    assert found == {"switch": switches.KPOOL_METADATA_FUSION, "requested": value == "1"}
+
+
+def test_a_model_without_prediction_blocks_cannot_draft_with_them(capsys, folder):
+    status, _, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=a", "--drafter=mtp")
+    assert status == 2
+    assert "has no MTP block" in err.splitlines()[-1]
 
 
 def test_characters_that_span_tokens_are_held_back():

@@ -58,6 +58,27 @@ HYBRID_CONFIG = models.HybridConfig(
 HYBRID_MODULE = models.Hybrid(HYBRID_CONFIG)
 HYBRID_TARGET = models.from_hybrid(HYBRID_MODULE)
 
+# Layers of both kinds, and one prediction block.
+GLM_CONFIG = models.GlmConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=32,
+    layer_types=("linear_attention", "deepseek_sparse_attention"),
+    num_attention_heads=2,
+    q_lora_rank=8,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    linear_num_heads=1,
+    linear_head_dim=8,
+    index_n_heads=1,
+    index_head_dim=16,
+    index_topk=8,
+    index_kpool=4,
+    num_nextn_predict_layers=1,
+    max_position_embeddings=512,
+)
+
 # XLA options for programs that run a few milliseconds: they compile in a third of the time.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later versions have no such option

@@ -1,12 +1,13 @@
 """Experiments that answer one question each, over the public API; `python -m jaxspec bench NAME` runs them.
 
 A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fields are made by
-`jaxspec.benchmarks.base.setting`, and `run(settings, task) -> Report`. An entry in `BENCHMARKS` is all that the command
-line needs to know of it.
+`jaxspec.benchmarks.base.setting`, and `run(settings, task) -> Report`. A field that is not made so,
+`kpool_metadata_fusion: bool = False`, is what the environment asks for. An entry in `BENCHMARKS` is all that the
+command line needs to know of it.
 """
 
-from jaxspec.benchmarks import pool_size, unified_ab
+from jaxspec.benchmarks import launches, pool_size, unified_ab
 
 __all__ = ["BENCHMARKS"]
 
-BENCHMARKS = {"pool-size": pool_size, "unified-ab": unified_ab}
+BENCHMARKS = {"launches": launches, "pool-size": pool_size, "unified-ab": unified_ab}

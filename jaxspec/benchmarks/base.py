@@ -52,8 +52,10 @@ class Report:
       tables: tables of text, each a list of rows whose first is the head; a row may be shorter than the head.
       results: the same and more, ready for JSON.
       failures: what is not as it must be, a line each; empty if all is well.
+      environment: what more there is to say of how it ran, beside versions and devices.
     """
 
     tables: list[list[Sequence[str]]]
     results: dict[str, Any]
     failures: list[str]
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)

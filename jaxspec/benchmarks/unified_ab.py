@@ -28,21 +28,21 @@ import jax
 import numpy as np
 
 from jaxspec import (
-    DraftLM,
     Generation,
-    InputError,
     Model,
-    NgramDrafter,
     Params,
     SpecConfig,
     generate,
     init_state,
     load_model,
+    make_spec_step,
 )
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
 from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.drafting import Drafter
+from jaxspec.drafting.choose import make_drafter
 from jaxspec.models import Checkpoint, embedded_path
+from jaxspec.steps.fusion import metadata_path
 from jaxspec.steps.memory import memory_bytes
 
 SUMMARY = "Compares unified with static memory of equal size: ids, verify counts, log-probabilities, tokens/s."
@@ -58,7 +58,7 @@ class Settings:
     num_requests: int = setting(48, "Requests, all decoded together: as many batch slots.", least=1)
     prompt_len: int = setting(512, "Tokens a prompt.", least=1)
     max_new_tokens: int = setting(2048, "Tokens a completion; stop ids are ignored.", least=1)
-    drafter: str = setting("draft_lm", "Who proposes tokens.", choices=("draft_lm", "ngram"))
+    drafter: str = setting("draft_lm", "Who proposes tokens.", choices=("draft_lm", "mtp", "ngram"))
     num_draft_tokens: int = setting(8, "D, tokens verified per request and round.", least=1)
     page_size: int = setting(128, "Tokens a page, a power of two.", least=1)
     swa_ratio: float = setting(0.1, "Tokens of the static arm's SWA pool / those of its FULL pool.", least=1e-6, most=1)
@@ -71,6 +71,7 @@ class Settings:
     dtype: str = setting("float32", "What is computed in.", choices=("float32", "bfloat16"))
     model: str = setting("target", "The target: an embedded model's name, or a Hugging Face folder.")
     draft_model: str | None = setting(None, "The draft model of draft_lm, a name or a folder; 'draft' by default.")
+    kpool_metadata_fusion: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +119,10 @@ def run(settings: Settings, task: Task = quiet) -> Report:
 
 def prepare(settings: Settings) -> Experiment:
     """Loads the models, draws the prompts and sizes the arms."""
-    if settings.drafter != "draft_lm" and settings.draft_model is not None:
-        raise InputError(f"draft_model={settings.draft_model}: of no use with drafter={settings.drafter}: leave it out")
     target = load_model(settings.model, settings.dtype)
-    drafter, draft_params = NgramDrafter(), ()
-    if settings.drafter == "draft_lm":
-        draft = load_model(settings.draft_model or "draft", settings.dtype)
-        drafter, draft_params = DraftLM(draft.draft_model), draft.params
+    drafter, draft_params = make_drafter(
+        settings.drafter, target, draft_model=settings.draft_model, dtype=settings.dtype
+    )
     prompts = draw_prompts(target, settings.num_requests, settings.prompt_len, settings.seed)
     base = SpecConfig(
         batch_size=settings.num_requests,
@@ -132,6 +130,7 @@ def prepare(settings: Settings) -> Experiment:
         context_len=settings.prompt_len + settings.max_new_tokens,
         max_new_tokens=settings.max_new_tokens,
         page_size=settings.page_size,
+        kpool_metadata_fusion=settings.kpool_metadata_fusion,
     )
     configs = size_arms(target.model, drafter, base, settings.swa_ratio, settings.state_ratio)
     for config in configs.values():
@@ -333,7 +332,14 @@ def report(experiment: Experiment, runs: Sequence[Run]) -> Report:
             "prompts": experiment.prompts,
         },
         failures=failures,
+        environment={"kpool_metadata": _metadata(experiment)},
     )
+
+
+def _metadata(experiment: Experiment) -> str | None:
+    """Who prepared the metadata of sparse layers, the same in all arms; None without such layers."""
+    step = make_spec_step(experiment.target, experiment.drafter, experiment.configs[PLAIN])
+    return metadata_path(step.target, step.config)
 
 
 def _short_runs(experiment: Experiment, runs: Sequence[Run]) -> list[str]:

@@ -10,7 +10,7 @@ from absl import flags
 
 from jaxspec import InputError
 from jaxspec.benchmarks import BENCHMARKS
-from jaxspec.cli import environment
+from jaxspec.cli import environment, switches
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 
@@ -30,7 +30,7 @@ class Bench:
 
     def define_flags(self, values: flags.FlagValues) -> None:
         """Declares the command's flags."""
-        for field in dataclasses.fields(self._benchmark.Settings):
+        for field in self._flagged():
             _define(field, values)
         flags.DEFINE_string(
             "json",
@@ -49,9 +49,12 @@ class Bench:
             jax.devices()
         except RuntimeError as error:
             raise InputError(f"jax finds no device: {' '.join(str(error).split())}") from None
-        names = [field.name for field in dataclasses.fields(self._benchmark.Settings)]
-        settings = self._benchmark.Settings(**{name: values[name].value for name in names})
-        report = self._benchmark.run(settings, screen.task)
+        chosen = {field.name: values[field.name].value for field in self._flagged()}
+        switched = {"kpool_metadata_fusion": switches.kpool_metadata_fusion()}
+        there = {field.name for field in dataclasses.fields(self._benchmark.Settings)}
+        settings = self._benchmark.Settings(**chosen, **{k: v for k, v in switched.items() if k in there})
+        with screen.log_lines():
+            report = self._benchmark.run(settings, screen.task)
         machine = environment.describe()
         parts = [_facts(dataclasses.asdict(settings)), _facts(machine["versions"]), f"devices: {_devices(machine)}"]
         parts += ["\n" + "\n".join(align(table)) for table in report.tables]
@@ -61,12 +64,16 @@ class Bench:
                 **report.results,
                 "failures": report.failures,
                 "settings": dataclasses.asdict(settings),
-                "environment": machine,
+                "environment": {**machine, **report.environment},
             }
         )
         for line in report.failures:
             screen.say(f"error: {line}")
         return 1 if report.failures else 0
+
+    def _flagged(self) -> list[dataclasses.Field]:
+        """The settings that are flags; the others are switched by the environment."""
+        return [field for field in dataclasses.fields(self._benchmark.Settings) if field.metadata]
 
 
 COMMANDS = {f"{NAME} {name}": Bench(benchmark) for name, benchmark in BENCHMARKS.items()}

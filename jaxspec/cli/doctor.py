@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from jaxspec.cli import environment
+from jaxspec.cli import environment, switches
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.models import embedded_names
 from pallas_kernels import explain_backends
@@ -31,18 +31,23 @@ def run(values: flags.FlagValues) -> int:
         if advice := environment.idle_gpu_advice():
             print(advice, file=sys.stderr)
         return 1
-    findings = examine()
+    findings = examine(switches.kpool_metadata_fusion())
     output.write(findings)
     if not output.to_stdout:
         print("\n".join(_lines(findings)))
     return 0
 
 
-def examine() -> dict[str, Any]:
-    """What the command knows, ready for JSON."""
+def examine(fusion: bool) -> dict[str, Any]:
+    """What the command knows, ready for JSON.
+
+    Args:
+      fusion: whether the environment asks for fused metadata.
+    """
     return {
         **environment.describe(),
         "kernels": [choice._asdict() for choice in explain_backends()],
+        "kpool_metadata_fusion": {"switch": switches.KPOOL_METADATA_FUSION, "requested": fusion},
         "embedded_models": list(embedded_names()),
         "advice": environment.idle_gpu_advice(),
     }
@@ -53,6 +58,16 @@ def _lines(findings: dict[str, Any]):
     yield f"devices: {', '.join(findings['devices'])} ({findings['backend']})"
     for kernel in findings["kernels"]:
         yield f"kernel {kernel['kernel']}: {kernel['backend']} ({kernel['reason']})"
+    yield f"metadata of sparse layers: {_fusion(findings)}"
     yield f"embedded models: {', '.join(findings['embedded_models']) or 'none'}"
     if findings["advice"]:
         yield findings["advice"]
+
+
+def _fusion(findings: dict[str, Any]) -> str:
+    switch, requested = (findings["kpool_metadata_fusion"][key] for key in ("switch", "requested"))
+    if not requested:
+        return f"separate operations ({switch}=1 asks for one kernel a forward)"
+    if findings["backend"] not in ("gpu", "cuda"):
+        return f"separate operations ({switch}=1, but one kernel takes a CUDA device; found {findings['backend']})"
+    return f"one kernel a forward where a model's geometry allows it ({switch}=1)"

@@ -11,25 +11,26 @@ import jax
 from absl import flags
 
 from jaxspec import (
-    DraftLM,
     Generation,
     InputError,
-    NgramDrafter,
     Params,
     SpecConfig,
     embedded_names,
     init_state,
     load_model,
+    make_spec_step,
 )
 from jaxspec import generate as run_generation
-from jaxspec.cli import environment, prompts, report
+from jaxspec.cli import environment, prompts, report, switches
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions
 from jaxspec.config import MEMORIES
 from jaxspec.drafting import Drafter
+from jaxspec.drafting.choose import DRAFTERS, make_drafter, page_size_for
 from jaxspec.generation import LOOPS
 from jaxspec.models import Checkpoint
+from jaxspec.steps.fusion import metadata_path
 
 SUMMARY = "Completes prompts by speculative decoding and checks that the ids equal plain decoding."
 
@@ -48,9 +49,10 @@ def define_flags(values: flags.FlagValues) -> None:
         "enum",
         "drafter",
         None,
-        ["draft_lm", "ngram", "none"],
-        "Who proposes tokens: a small draft model, a look-up in the text so far, or nobody (plain decoding). "
-        "By default draft_lm for an embedded model or with --draft_model, else ngram.",
+        list(DRAFTERS),
+        "Who proposes tokens: a small draft model, the target's own prediction blocks, a look-up in the text so far, "
+        "or nobody (plain decoding). By default mtp for a model that has such blocks, draft_lm for another embedded "
+        "one or with --draft_model, else ngram.",
     )
     define(
         "string",
@@ -103,7 +105,13 @@ def define_flags(values: flags.FlagValues) -> None:
         "Prompts decoded together at most; more prompts run in several batches.",
         lower_bound=1,
     )
-    define("integer", "page_size", 64, "Tokens a page of the K/V cache, a power of two.", lower_bound=1)
+    define(
+        "integer",
+        "page_size",
+        None,
+        "Tokens a page of the K/V cache, a power of two; by default 64, or 64 pools of a model with sparse layers.",
+        lower_bound=1,
+    )
     define(
         "integer", "num_pages", None, "Pages of the K/V cache; by default as many as the batch can need.", lower_bound=1
     )
@@ -140,8 +148,13 @@ class _Job:
 def run(values: flags.FlagValues) -> int:
     """Runs the command. Exit status 0, or 1 if ids differ from plain decoding or pages ran out."""
     output = JsonFile(values.json)
-    requests = prompts.collect(values.prompt, values.prompt_file)
     screen = Screen(out=sys.stderr if output.to_stdout else None)
+    with screen.log_lines():
+        return _run(values, screen, output)
+
+
+def _run(values: flags.FlagValues, screen: Screen, output: JsonFile) -> int:
+    requests, fusion = prompts.collect(values.prompt, values.prompt_file), switches.kpool_metadata_fusion()
     if advice := environment.idle_gpu_advice():
         screen.say(advice)
     try:
@@ -151,13 +164,13 @@ def run(values: flags.FlagValues) -> int:
     with screen.task("models", "loading"):
         target = load_model(values.model, values.dtype)
         requests = prompts.encode(requests, target)
-        drafter, draft_params = _drafter(values, screen)
+        drafter, draft_params = _drafter(values, target, screen)
     job = _Job(
         name="speculative decoding" if drafter else "plain decoding",
         target=target,
         drafter=drafter,
         params=Params(target.params, draft_params),
-        config=_config(values, target, requests, drafter),
+        config=_config(values, target, requests, drafter, fusion),
         stop_ids=() if values.ignore_eos else target.config.eos_token_ids,
         loop=values.loop,
     )
@@ -183,26 +196,28 @@ def run(values: flags.FlagValues) -> int:
     return 1 if starved or mismatch else 0
 
 
-def _drafter(values: flags.FlagValues, screen: Screen) -> tuple[Drafter | None, Any]:
+def _drafter(values: flags.FlagValues, target: Checkpoint, screen: Screen) -> tuple[Drafter | None, Any]:
     """The drafter that the flags ask for, and its weights."""
     kind = values.drafter
     if kind is None:
-        known = values.model in embedded_names() or values.draft_model is not None
-        kind = "draft_lm" if known else "ngram"
-        if not known:
+        if values.draft_model is not None:
+            kind = "draft_lm"
+        elif target.blocks:
+            kind = "mtp"
+        elif values.model in embedded_names():
+            kind = "draft_lm"
+        else:
+            kind = "ngram"
             screen.say("drafting by n-gram look-up; --draft_model names a model that shares the target's vocabulary")
-    if kind != "draft_lm" and values.draft_model is not None:
-        raise InputError(
-            f"--draft_model={values.draft_model} is of no use with --drafter={kind}: leave one of them out"
-        )
-    if kind == "draft_lm":
-        draft = load_model(values.draft_model or "draft", values.dtype)
-        return DraftLM(draft.draft_model), draft.params
-    return (NgramDrafter() if kind == "ngram" else None), ()
+    return make_drafter(kind, target, draft_model=values.draft_model, dtype=values.dtype)
 
 
 def _config(
-    values: flags.FlagValues, target: Checkpoint, requests: Sequence[prompts.Prompt], drafter: Drafter | None
+    values: flags.FlagValues,
+    target: Checkpoint,
+    requests: Sequence[prompts.Prompt],
+    drafter: Drafter | None,
+    fusion: bool,
 ) -> SpecConfig:
     """Shapes that fit every prompt, so that all batches run in one compiled program."""
     context = target.config.max_position_embeddings
@@ -214,10 +229,11 @@ def _config(
         num_draft_tokens=values.num_draft_tokens if drafter else 1,
         context_len=min(wanted, context),
         max_new_tokens=min(values.max_new_tokens, context),
-        page_size=values.page_size,
+        page_size=page_size_for(target) if values.page_size is None else values.page_size,
         num_pages=values.num_pages,
         memory=values.memory,
         logprobs=values.logprobs,
+        kpool_metadata_fusion=fusion,
     )
 
 
@@ -322,6 +338,7 @@ class _Meter:
 
 
 def _environment(values: flags.FlagValues, job: _Job) -> dict[str, Any]:
+    bound = make_spec_step(job.target.model, job.drafter, job.config)
     return {
         **environment.describe(),
         "model": {
@@ -330,6 +347,7 @@ def _environment(values: flags.FlagValues, job: _Job) -> dict[str, Any]:
             "dtype": values.dtype,
         },
         "drafter": type(job.drafter).__name__ if job.drafter else "none",
+        "kpool_metadata": metadata_path(job.target.model, bound.config),  # who prepared it; the config is the wish
         "config": dataclasses.asdict(job.config),
         "flags": {name: values[name].value for name in values if name not in ("h", "help")},
     }

@@ -1,6 +1,7 @@
 """Two streams on one terminal: results that scroll, and a progress line that stays at the bottom."""
 
 import contextlib
+import logging
 import shutil
 import sys
 import threading
@@ -44,6 +45,19 @@ class Screen:
             self._erase()
             print(line, file=self.err, flush=True)
             self._draw()
+
+    @contextlib.contextmanager
+    def log_lines(self, name: str = "jaxspec") -> Iterator[None]:
+        """Says what the package logs while the block runs, information and warnings, each line once."""
+        logger, handler = logging.getLogger(name), _Sayer(self)
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
 
     @contextlib.contextmanager
     def task(self, name: str, first: str) -> Iterator[None]:
@@ -94,3 +108,17 @@ class Screen:
         if self._live and self._task is not None:
             self.err.write("\r\x1b[K")
             self.err.flush()
+
+
+class _Sayer(logging.Handler):
+    """Log records on a screen. A step is bound for every batch, and would tell the same every time."""
+
+    def __init__(self, screen: Screen):
+        super().__init__(logging.INFO)
+        self._screen, self._said = screen, set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self._said:
+            self._said.add(line)
+            self._screen.say(f"warning: {line}" if record.levelno >= logging.WARNING else line)

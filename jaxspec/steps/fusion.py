@@ -19,6 +19,13 @@ def kpool_of(target: Model, config: SpecConfig) -> KPool | None:
     return None if spec is None else KPool(spec.pool, spec.topk, bool(config.kpool_metadata_fusion))
 
 
+def metadata_path(target: Model, config: SpecConfig) -> str | None:
+    """Who prepares the metadata of the target's sparse layers by a step's configuration, "fused" or "ordinary"; None
+    without such layers."""
+    kpool = kpool_of(target, config)
+    return None if kpool is None else "fused" if kpool.fused else "ordinary"
+
+
 def decide_fusion(target: Model, config: SpecConfig) -> bool:
     """Whether the step's metadata are fused. Never an error for a combination that is not supported.
 

@@ -1,0 +1,297 @@
+"""`python -m jaxspec bench launches`: what is counted, by phase, and that the counting counts."""
+
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_models
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxspec import cli, models
+from jaxspec.benchmarks import launches
+from jaxspec.steps import run_round
+from pallas_kernels import aot
+
+SIZES = ["--num_requests=2", "--num_draft_tokens=4", "--context_len=256", "--compiled=no", "--json=-"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folders with random models over one vocabulary."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in (
+        ("qwen", tiny_models.CONFIG),
+        ("hybrid", tiny_models.HYBRID_CONFIG),
+        ("glm", tiny_models.GLM_CONFIG),
+    ):
+        models.save(root / name, config, models.random_params(config, 0), dtype="float32")
+    return root
+
+
+def run(capsys, *words):
+    """Exit status, parsed JSON or None, and standard error of a command line."""
+    status = cli.main(["bench", "launches", *map(str, words)])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else None, err
+
+
+def sums(count, side="metadata"):
+    """Launches by phase, those without any left out."""
+    return {phase: sum(found.values()) for phase, found in count["traced"][side].items() if found}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--drafter=none"], {"verify": 2, "prefill chunk": 2}),
+        (["--drafter=ngram"], {"verify": 2, "prefill chunk": 2}),
+        (["--drafter=draft_lm"], {"draft": 1, "verify": 2, "prefill chunk": 2}),
+        (["--drafter=draft_lm", "--memory=unified"], {"draft": 1, "verify": 2, "prefill chunk": 2}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_dense_round(capsys, folder, words, expected):
+    draft = [f"--draft_model={folder / 'qwen'}"] if "--drafter=draft_lm" in words else []
+    status, result, _ = run(capsys, f"--model={folder / 'qwen'}", *words, *draft, *SIZES)
+    assert status == 0
+    (arm,) = result["arms"]
+    assert arm["metadata_path"] == "ordinary"
+    assert sums(arm) == expected
+    assert arm["traced"]["metadata_a_round"] == sum(expected.values()) - expected["prefill chunk"]
+    assert arm["traced"]["metadata"]["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert arm["traced"]["open_loops"] == 0
+
+
+def test_a_hybrids_states_are_no_metadata(capsys, folder):
+    status, result, _ = run(capsys, f"--model={folder / 'hybrid'}", "--drafter=ngram", *SIZES)
+    assert status == 0
+    (arm,) = result["arms"]
+    assert sums(arm) == {"verify": 2, "prefill chunk": 2}
+    assert set(arm["traced"]["other_kernels"]["commit"]) == {"state_scatter"}
+
+
+def test_fused_metadata_are_one_launch_a_forward(capsys, folder):
+    """Three a round: the draft's chain, the verify, the extend behind it."""
+    status, result, err = run(capsys, f"--model={folder / 'glm'}", *SIZES)
+    assert status == 0
+    ordinary, fused = result["arms"]
+    assert [arm["metadata_path"] for arm in result["arms"]] == ["ordinary", "fused"]
+    assert {arm["drafter"] for arm in result["arms"]} == {"mtp"}
+    assert sums(ordinary) == {"draft": 2, "verify": 2, "extend": 2, "prefill chunk": 2}
+    assert ordinary["traced"]["metadata_a_round"] == 6
+    assert all(fused["traced"]["metadata"][phase] == {"kpool_metadata": 1} for phase in sums(ordinary))
+    assert fused["traced"]["metadata_a_round"] == 3
+    assert fused["config"]["page_size"] == 256 and fused["config"]["kpool_metadata_fusion"]
+    row = next(line for line in err.splitlines() if line.startswith("glm + mtp, fused") and "tracing" not in line)
+    assert row.split()[4:] == ["1", "1", "1", "0", "3", "1"]
+    assert "lowered for CUDA" in result["basis"]["traced"] and result["basis"]["compiled"] is None
+    assert "Not compiled" in err
+
+
+def test_a_single_draft_has_no_chain(folder):
+    settings = launches.Settings(model=str(folder / "glm"), num_requests=2, num_draft_tokens=2, context_len=256)
+    _, fused = launches.prepare_arms(settings)
+    traced = jax.make_jaxpr(launches.phased_round, static_argnums=0)
+    found, _ = launches.kernels(traced(fused.step, fused.params, launches.initial_state(fused.step)).jaxpr)
+    metadata = {(path[0], name): times for (path, name), times in found.items() if "metadata" in path}
+    assert metadata == {("verify", "kpool_metadata"): 1, ("extend", "kpool_metadata"): 1}
+
+
+def test_pages_of_another_size_are_not_fused(capsys, folder):
+    status, result, _ = run(capsys, f"--model={folder / 'glm'}", "--drafter=ngram", "--page_size=64", *SIZES)
+    assert status == 0
+    assert [arm["metadata_path"] for arm in result["arms"]] == ["ordinary"]
+
+
+def test_every_embedded_target_is_counted_by_default(capsys, monkeypatch, folder):
+    monkeypatch.setattr(launches, "embedded_names", lambda: ("draft", "glm", "qwen"))
+    load = launches.load_model
+    monkeypatch.setattr(launches, "load_model", lambda name, dtype: load(folder / name, dtype))
+    nothing = {phase: {} for phase in launches.PHASES}
+    monkeypatch.setattr(launches, "trace", lambda arm: {"metadata": nothing, "other_kernels": nothing, "open_loops": 0})
+    status, result, _ = run(capsys, *SIZES)
+    assert status == 0
+    arms = [(arm["model"], arm["drafter"], arm["metadata_path"]) for arm in result["arms"]]
+    assert arms == [("glm", "mtp", "ordinary"), ("glm", "mtp", "fused"), ("qwen", "ngram", "ordinary")]
+
+
+def test_the_phases_make_the_round(folder):
+    """The round that is counted holds the kernels of the one that runs, and gives the same."""
+    settings = launches.Settings(model=str(folder / "qwen"), drafter="ngram", num_requests=2, context_len=128)
+    (arm,) = launches.prepare_arms(settings)
+    state = launches.initial_state(arm.step)
+    both = [
+        jax.make_jaxpr(f, static_argnums=0, return_shape=True)(arm.step, arm.params, state)
+        for f in (launches.phased_round, run_round)
+    ]
+    assert [launches.kernels(jaxpr.jaxpr)[0].total() for jaxpr, _ in both] == [2, 2]
+    (counted, shapes), (run, shapes_run) = both
+    assert len(counted.jaxpr.eqns) == len(run.jaxpr.eqns)
+    assert shapes == shapes_run
+
+
+# Counting what is traced
+
+
+def launch(x):
+    def body(x, out):
+        out[...] = x[...] + 1
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="add_one")(x)
+
+
+def counted(function):
+    found, loops = launches.kernels(jax.make_jaxpr(function)(jnp.zeros(8)).jaxpr)
+    assert all(name == "add_one" for _, name in found)
+    return found.total(), loops
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x + 1, (0, 0)),
+        (jax.jit(lambda x: launch(launch(x))), (2, 0)),
+        (lambda x: lax.fori_loop(0, 5, lambda i, x: launch(x), launch(x)), (6, 0)),
+        (lambda x: lax.fori_loop(0, x.sum().astype(int), lambda i, x: launch(x), x), (1, 1)),
+        (lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x), (0, 0)),
+        (lambda x: lax.cond(x[0] > 0, launch, lambda x: launch(launch(x)), x), (2, 0)),
+        (lambda x: lax.platform_dependent(x, cuda=launch, default=lambda x: x), (1, 0)),
+        (lambda x: lax.platform_dependent(x, cpu=launch, default=lambda x: x), (0, 0)),
+    ],
+    ids=["none", "twice", "loop", "open loop", "open loop without", "branches", "for CUDA", "not for CUDA"],
+)
+def test_kernels_are_counted(function, expected):
+    assert counted(function) == expected
+
+
+def test_kernels_have_the_names_of_their_scopes():
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("metadata"):
+            return launch(x)
+
+    def outer(x):
+        with jax.named_scope("draft"):
+            return inner(x)
+
+    found, _ = launches.kernels(jax.make_jaxpr(outer)(jnp.zeros(8)).jaxpr)
+    ((path, name),) = found
+    assert (*path[:2], name) == ("draft", "metadata", "add_one")
+
+
+# Counting what is compiled
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %a = f32[8]{0} add(f32[8]{0} %p, f32[8]{0} %p), metadata={op_name="jit(f)/inside"}
+}
+
+%turn (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element((s32[], f32[8]{0}) %t), index=1
+  %k = f32[8]{0} custom-call(f32[8]{0} %x), custom_call_target="x", metadata={op_name="jit(f)/draft/metadata/add_one"}
+  ROOT %r = (s32[], f32[8]{0}) tuple(%i, f32[8]{0} %k)
+}
+
+%goes_on (t.1: (s32[], f32[8])) -> pred[] {
+  %t.1 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %c = pred[] fusion((s32[], f32[8]{0}) %t.1), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/while/cond"}
+}
+
+%few (p.1: f32[8]) -> f32[8] {
+  ROOT %p.1 = f32[8]{0} parameter(0)
+}
+
+%many (p.2: f32[8]) -> f32[8] {
+  %p.2 = f32[8]{0} parameter(0)
+  ROOT %copy = f32[8]{0} copy(f32[8]{0} %p.2)
+}
+
+%called (p.3: f32[8]) -> f32[8] {
+  %p.3 = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(f32[8]{0} %p.3), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/verify/add"}
+}
+
+ENTRY %main (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %t0 = (s32[], f32[8]{0}) tuple(%zero, f32[8]{0} %q)
+  %w = (s32[], f32[8]{0}) while(%t0), condition=%goes_on, body=%turn, backend_config={"known_trip_count":{"n":"3"}}
+  %w.1 = (s32[], f32[8]{0}) while((s32[], f32[8]{0}) %w), condition=%goes_on, body=%turn
+  %d = f32[8]{0} conditional(s32[] %j, f32[8]{0} %q, f32[8]{0} %q), branch_computations={%few, %many}
+  ROOT %z = f32[8]{0} call(f32[8]{0} %d), to_apply=%called
+}
+"""
+
+
+def test_loops_branches_and_calls_of_a_compiled_program_are_opened():
+    program = aot.read_program(types.SimpleNamespace(as_text=lambda: PROGRAM))
+    kernel = "jit(f)/draft/metadata/add_one"
+    assert [tuple(launch) for launch in program.launches] == [
+        ("custom-call", kernel, 3),
+        ("custom-call", kernel, 1),
+        ("fusion", "jit(f)/while/cond", 1),
+        ("copy", "", 1),
+        ("fusion", "jit(f)/verify/add", 1),
+    ]
+    assert program.open_loops == 1
+
+
+def test_a_program_of_this_jax_is_read():
+    def function(x):
+        with jax.named_scope("scope"):
+            return lax.fori_loop(0, 7, lambda i, x: jnp.sin(x) @ x, x)
+
+    program = aot.read_program(jax.jit(function).lower(jnp.ones((64, 64))).compile())
+    assert 7 in {launch.times for launch in program.launches if "scope" in launch.name.split("/")}
+    assert program.open_loops == 0
+
+
+def test_a_compiled_round(capsys, monkeypatch, folder):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    quick = {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+    monkeypatch.setattr(aot, "compile_lowered", functools.partial(aot.compile_lowered, **quick))
+    words = [word for word in SIZES if "compiled" not in word]
+    status, result, err = run(capsys, f"--model={folder / 'qwen'}", "--drafter=ngram", "--compiled=yes", *words)
+    assert status == 0
+    (arm,) = result["arms"]
+    found = arm["compiled"]
+    assert found["metadata"]["verify"] >= arm["traced"]["metadata_a_round"] == 2
+    assert found["metadata"]["draft"] == found["metadata"]["extend"] == 0
+    assert found["all"]["verify"] > found["metadata"]["verify"]
+    assert found["all_a_round"] == sum(found["all"].values()) == sum(found["kinds"].values())
+    assert found["open_loops"] == 0
+    assert "H200" in result["basis"]["compiled"] and "compiled for NVIDIA H200" in err
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--model=nobody"], ["nobody"]),
+        (["--drafter=mtp"], ["no MTP block"]),
+        (["--drafter=magic"], ["magic", "mtp"]),
+        (["--drafter=ngram", "--draft_model=draft"], ["draft_model=draft", "ngram"]),
+        (["--drafter=ngram", "--context_len=9999"], ["context_len=9999", "256"]),
+        (["--drafter=ngram", "--page_size=12"], ["page_size=12", "power of two"]),
+        (["--drafter=ngram", "--compiled=yes"], ["compiled=yes", "no CUDA device", "planted"]),
+        (["--drafter=ngram", "--json=/nowhere/out.json"], ["/nowhere/out.json"]),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_bad_input_is_one_line_and_exit_status_2(capsys, monkeypatch, folder, words, parts):
+    monkeypatch.setattr(aot, "missing", lambda: "planted")
+    monkeypatch.setattr(launches.jax, "default_backend", lambda: "cpu")
+    status, out, err = run(capsys, f"--model={folder / 'qwen'}", *words)
+    assert (status, out) == (2, None)
+    *_, message = err.splitlines()
+    assert message.startswith("error: ")
+    assert all(part in message for part in parts), message
