@@ -5,7 +5,7 @@
                               drafter=jaxspec.NgramDrafter())
 
 A step of one's own: `make_spec_step`, `init_state`, then `step.prefill(params, state)` and `step(params, state)` as
-often as needed; between its phases: `prepare`, `draft`, `verify`, `commit`.
+often as needed; between its phases: `prepare`, `draft`, `verify`, `extend`, `commit`.
 
 Axis letters, the same everywhere:
 
@@ -21,14 +21,22 @@ whatever the pools do, `v2p` maps it to the physical page of each kind. Index 0 
 owns it, nothing depends on what it holds.
 """
 
-from jaxspec.attention import attend, paged_attention
-from jaxspec.cache import KVCache, LayerSpec, StatePart, StateSpec
+from jaxspec.attention import IndexRows, attend, attend_pooled, paged_attention
+from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, StatePart, StateSpec
 from jaxspec.config import SpecConfig
-from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, NgramDrafter
+from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, ExtendContext, MTPDrafter, NgramDrafter
 from jaxspec.errors import InputError
 from jaxspec.generation import Generation, RequestResult, generate
-from jaxspec.metadata import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
-from jaxspec.models import Checkpoint, Model, embedded_names, from_hybrid, from_qwen3
+from jaxspec.metadata import (
+    DecodeMetadata,
+    DraftExtendMetadata,
+    ForwardMetadata,
+    KPoolMetadata,
+    KPoolWritePlan,
+    VerifyMetadata,
+    WriteWindow,
+)
+from jaxspec.models import Checkpoint, Model, MTPBlocks, embedded_names, from_glm, from_hybrid, from_qwen3
 from jaxspec.models import load as load_model
 from jaxspec.recurrent import gated_delta, recur, short_conv
 from jaxspec.steps import (
@@ -42,6 +50,7 @@ from jaxspec.steps import (
     commit,
     compiler_options,
     draft,
+    extend,
     init_state,
     make_spec_step,
     prefill,
@@ -61,11 +70,18 @@ __all__ = [
     "DraftLM",
     "Drafter",
     "Drafts",
+    "ExtendContext",
     "ForwardMetadata",
     "Generation",
+    "IndexRows",
     "InputError",
+    "KPoolMetadata",
+    "KPoolSpec",
+    "KPoolWritePlan",
     "KVCache",
     "LayerSpec",
+    "MTPBlocks",
+    "MTPDrafter",
     "Model",
     "NgramDrafter",
     "Params",
@@ -81,10 +97,13 @@ __all__ = [
     "WriteWindow",
     "admit",
     "attend",
+    "attend_pooled",
     "commit",
     "compiler_options",
     "draft",
     "embedded_names",
+    "extend",
+    "from_glm",
     "from_hybrid",
     "from_qwen3",
     "gated_delta",

@@ -2,6 +2,7 @@
 
 from jaxspec.drafting.base import DraftContext, Drafter, Drafts, ExtendContext, extends
 from jaxspec.drafting.draft_lm import DraftLM
+from jaxspec.drafting.mtp import MTPDrafter
 from jaxspec.drafting.ngram import NgramDrafter
 
-__all__ = ["DraftContext", "DraftLM", "Drafter", "Drafts", "ExtendContext", "NgramDrafter", "extends"]
+__all__ = ["DraftContext", "DraftLM", "Drafter", "Drafts", "ExtendContext", "MTPDrafter", "NgramDrafter", "extends"]
