@@ -100,10 +100,10 @@ def run(settings: Settings, task: Task = quiet) -> Report:
 
 
 def compiler() -> str | None:
-    """What a round can be compiled for here: a CUDA device, "H200 (not there)", or None."""
+    """What a round can be compiled for here: the CUDA device, an H200 that is not there, or None."""
     if jax.default_backend() == "gpu":
         return jax.devices()[0].device_kind
-    return None if aot.missing() else "NVIDIA H200, without one"
+    return None if aot.missing() else "NVIDIA H200 (none here)"
 
 
 def prepare_arms(settings: Settings) -> Iterator[Arm]:
