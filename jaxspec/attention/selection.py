@@ -73,7 +73,7 @@ def select_pools(scores: Array, pool_lens: Array, budget: int) -> Array:
     live = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1) < pool_lens[..., None]
     _, pools = lax.top_k(jnp.where(live, _rank(scores), _DEAD), most)
     chosen = jnp.arange(most, dtype=jnp.int32) < pool_lens[..., None]
-    pools = jnp.sort(jnp.where(chosen, pools.astype(jnp.int32), n), axis=-1)
+    pools = lax.sort(jnp.where(chosen, pools.astype(jnp.int32), n), is_stable=False)
     pools = jnp.pad(pools, ((0, 0), (0, 0), (0, budget - most)), constant_values=n)
     return jnp.where(pools < n, pools, -1)
 
