@@ -98,15 +98,16 @@ def _tail_rows(spec: KPoolSpec, rows: Array) -> Array:
 WORD = 4
 
 
-def _words(spec: KPoolSpec, keys: Array, scales: Array) -> Array:
-    """uint8[B, M, X // 4 + 1, 4], the words of index keys, and of their scales."""
+def _words(spec: KPoolSpec, keys: Array, scales: Array, storage) -> Array:
+    """[B, M, X // 4 + 1, elements of the storage dtype], the words of index keys, and of their scales."""
     for name, array, shape in (("keys", keys, (spec.index_dim,)), ("scales", scales, ())):
         if array.shape[2:] != shape or array.shape[:2] != keys.shape[:2]:
             raise ValueError(
                 f"{name} has shape {array.shape}: the layer keeps keys [B, M, {spec.index_dim}] and scales [B, M]"
             )
-    bits = [_bits_as(keys.astype(jnp.float8_e4m3fn), jnp.uint8), _bits_as(scales.astype("float32")[..., None], "uint8")]
-    return jnp.concatenate(bits, axis=-1).reshape(*scales.shape, spec.index_dim // WORD + 1, WORD)
+    parts = keys.astype(jnp.float8_e4m3fn), scales.astype(jnp.float32)[..., None]
+    bits = jnp.concatenate([_bits_as(part, storage) for part in parts], axis=-1)
+    return bits.reshape(*scales.shape, spec.index_dim // WORD + 1, WORD // bits.dtype.itemsize)
 
 
 def _word_places(spec: KPoolSpec, pools: Array, page_size: int) -> tuple[Array, Array]:
@@ -129,11 +130,11 @@ def _put_words(buffer: Array, row: Array, column: Array, words: Array) -> Array:
 
 
 def _split_index(spec: KPoolSpec, pages: Array, pools: int) -> tuple[Array, Array]:
-    """Keys [B, P * pools, X] and scales [B, P * pools] of index pages, uint8[B, P, bytes]."""
-    B, P, X = *pages.shape[:2], spec.index_dim
-    keys = pages[..., : pools * X].reshape(B, P * pools, X)
-    scales = pages[..., pools * X : pools * (X + WORD)]
-    return lax.bitcast_convert_type(keys, jnp.float8_e4m3fn), _bits_as(scales, jnp.float32).reshape(B, P * pools)
+    """Keys [B, P * pools, X] and scales [B, P * pools] of index pages, [B, P, elements] in the storage dtype."""
+    shape, size = (pages.shape[0], pages.shape[1] * pools), pages.dtype.itemsize
+    ends = pools * spec.index_dim // size, pools * (spec.index_dim + WORD) // size
+    keys = _bits_as(pages[..., : ends[0]], jnp.float8_e4m3fn).reshape(*shape, spec.index_dim)
+    return keys, _bits_as(pages[..., ends[0] : ends[1]], jnp.float32).reshape(shape)
 
 
 class KPoolBuffers(NamedTuple):
@@ -245,7 +246,7 @@ class KVCache:
         """
         spec, buffers = _pooled(self.layers, layer), self.buffers[layer]
         page, place = _word_places(spec, pools, self.page_size)
-        index = _put_words(buffers.index, page, place, _words(spec, keys, scales))
+        index = _put_words(buffers.index, page, place, _words(spec, keys, scales, buffers.index.dtype))
         return self._with_buffer(layer, buffers._replace(index=index))
 
     def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
@@ -374,18 +375,18 @@ class PoolCache:
     def write_index(self, layer: int, pools: Array, keys: Array, scales: Array) -> "PoolCache":
         """Stores index keys of one layer; see `KVCache.write_index`."""
         spec, layout = _pooled(self.layers, layer), self.layout
-        words, size = _words(spec, keys, scales), self.buffer.dtype.itemsize
+        words, size = _words(spec, keys, scales, self.buffer.dtype), self.buffer.dtype.itemsize
         page, first = _word_places(spec, pools, self.page_size)
         unit, column = first >> layout.unit_bytes.bit_length() - 1, (first & layout.unit_bytes - 1) >> size // 2
         row = page * layout.page_units("full") + layout.index_row(layer, self.lanes == "draft").start + unit
-        return self.replace(buffer=_put_words(self.buffer, row, column, _bits_as(words, self.buffer.dtype)))
+        return self.replace(buffer=_put_words(self.buffer, row, column, words))
 
     def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
         """Index keys of one layer; see `KVCache.read_index`."""
         spec, layout = _pooled(self.layers, layer), self.layout
         row = layout.index_row(layer, self.lanes == "draft")
         found = self._get((pages * layout.page_units("full") + row.start)[..., None], row.units)
-        return _split_index(spec, _bits_as(found, jnp.uint8), self.page_size // spec.pool)
+        return _split_index(spec, found, self.page_size // spec.pool)
 
     def write_tail(self, layer: int, slots: Array, columns: Array, rows: Array) -> "PoolCache":
         """Stores rows of one layer's rings; see `KVCache.write_tail`."""

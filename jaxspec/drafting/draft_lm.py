@@ -58,8 +58,8 @@ class DraftLM:
     def __post_init__(self):
         if self.model.has_state:
             raise ValueError(
-                "the draft model has recurrent layers: a draft is never rolled back, so its layers must be attention "
-                "layers; choose another draft model"
+                "the draft model has layers that keep something of a request, states or rings of compressed keys: a "
+                "draft language model's layers may keep rows of K and V only; choose another draft model"
             )
         if any(spec.storage != "full" for spec in self.model.layers):
             raise ValueError(
