@@ -22,6 +22,11 @@ KERNELS = (
     "commit_track_indices",
     "state_scatter",
     "page_zero",
+    "kpool_metadata",
+    "kpool_decode",
+    "kpool_verify",
+    "kpool_draft_extend",
+    "kpool_write_plan",
     "kpool_append_tail",
     "kpool_ragged_layout",
 )

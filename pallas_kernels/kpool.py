@@ -7,7 +7,7 @@ write some of it into arrays of their own.
 from pallas_kernels import backend as backends
 from pallas_kernels import buffers, kpool_lengths, kpool_places, kpool_tables, operands
 from pallas_kernels.buffers import PackedMetadata
-from pallas_kernels.kpool_call import Call, check_pages
+from pallas_kernels.kpool_call import Call, check_pool
 from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.operands import Inputs
@@ -127,7 +127,10 @@ def kpool_metadata(
     if not isinstance(out, PackedMetadata):
         raise ValueError(f"out is a {type(out).__name__}: give a PackedMetadata")
     buffers.check(out, PackedMetadata, batch)
-    layout, (pool_shift, page) = out.layout, check_pages(pool, operands.page_shift(page_size))
+    layout, pool_shift = out.layout, check_pool(pool)
+    page = operands.page_shift(page_size) - pool_shift
+    if page < 0:
+        raise ValueError(f"page_size={page_size}: it must be a multiple of pool={pool}, the tokens of a pool")
     rows = layout.D if mode in ("verify", "draft_extend") else 1
     if layout.kpool is None or layout.has_swa:
         raise ValueError(f"out.layout is {layout}: it needs kpool=KPoolShape(...) and no SWA sections")

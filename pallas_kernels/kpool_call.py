@@ -68,12 +68,12 @@ def check_rows(rows: int) -> int:
     return rows
 
 
-def check_pages(pool: int, shift: int) -> tuple[int, int]:
-    """log2 of the tokens of a pool and of an attention page, with 2**shift tokens in a page of the allocator."""
+def check_pool(pool: int) -> int:
+    """log2 of the tokens of a pool, or raise ValueError."""
     size = operands.check_static("pool", pool)
-    if size < 1 or size & (size - 1) or size > 1 << shift:
-        raise ValueError(f"pool={size}: it must be a power of two, and page_size a multiple of it")
-    return size.bit_length() - 1, shift - (size.bit_length() - 1)
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"pool={size}: it must be a power of two, such as 1, 2 or 4")
+    return size.bit_length() - 1
 
 
 def check_out(

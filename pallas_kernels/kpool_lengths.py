@@ -171,10 +171,12 @@ class RowLengths:
         values = {name: value.reshape(-1) for name, value in values.items()}
         zero = jnp.zeros(1, jnp.int32)
         values["dsa_cu_seqlens_k"] = jnp.concatenate([zero, lax.cumsum(attended.reshape(-1), axis=0)])
-        values["paged_mqa_ctx_lens_2d"] = jnp.broadcast_to(span.read_cached(inputs)[:, None], (span.B, span.rows))
         values = {name: value for name, value in values.items() if name in self.destination}
         if self.packed:
             values = {name: self._pack(outputs, name, value, live.reshape(-1)) for name, value in values.items()}
+        if "paged_mqa_ctx_lens_2d" in self.destination:
+            cached = span.read_cached(inputs)[:, None]
+            values["paged_mqa_ctx_lens_2d"] = jnp.broadcast_to(cached, (span.B, span.rows))
         return self.destination.write(outputs, values)
 
     def _pack(self, outputs: tuple, name: str, value, live):

@@ -8,7 +8,7 @@ import dataclasses
 from pallas_kernels import backend as backends
 from pallas_kernels import buffers, kpool_places, operands
 from pallas_kernels.buffers import KPoolTables
-from pallas_kernels.kpool_call import Call, check_out, check_pages, check_rows
+from pallas_kernels.kpool_call import Call, check_out, check_pool, check_rows
 from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.operands import Inputs, PageMap
@@ -210,7 +210,7 @@ def kpool_write_plan(
     rows = check_rows(rows)
     operands.check_integers("write_start", write_start, 1)
     batch = write_start.shape[0]
-    pool_shift, page = check_pages(pool, operands.page_shift(page_size) + operands.page_shift(pool))
+    pool_shift, page = check_pool(pool), operands.page_shift(page_size)
     check_out(out, batch, rows, pool, packed=False, allowed=PLAN, name="write_start")
     flat, destination = buffers.flatten(out, PLAN)
     if not flat:
@@ -255,7 +255,7 @@ def _write(
     backends.check(backend)
     operands.check_integers("seq_lens", seq_lens, 1)
     batch = seq_lens.shape[0]
-    pool_shift, page = check_pages(pool, operands.page_shift(page_size) + operands.page_shift(pool))
+    pool_shift, page = check_pool(pool), operands.page_shift(page_size)
     copies = check_out(out, batch, rows, pool, packed=packed, allowed=KPoolTables._fields)
     flat, destination = buffers.flatten(out, KPoolTables._fields)
     if not flat:

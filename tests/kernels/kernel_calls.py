@@ -1,5 +1,7 @@
 """One call of every operation in each form that lowers differently: for compiling, for the sanitizer, for pointers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import numpy as np
 from pallas_kernels import (
     CommitSteps,
     DecodeTables,
+    KPoolShape,
+    KPoolTables,
     MetadataLayout,
     PackedMetadata,
     RaggedLayout,
@@ -19,7 +23,12 @@ from pallas_kernels import (
     draft_write_window,
     extend_cache_locs,
     kpool_append_tail,
+    kpool_decode,
+    kpool_draft_extend,
+    kpool_metadata,
     kpool_ragged_layout,
+    kpool_verify,
+    kpool_write_plan,
     kv_read_stream,
     kv_read_table,
     page_zero,
@@ -157,10 +166,50 @@ def ragged(out, table, first_page, pages, first_row, rows, seen, backend):
     return kpool_ragged_layout(table, first_page, pages, first_row, rows, seen, out, pool=POOL, backend=backend)
 
 
+def pooled(mode, out, seq_lens, rows, source, v2p, anchor, limit, backend, new=None):
+    options = {"mode": mode, "pool": POOL, "topk": TOPK, "page_size": POOL * PAGE, "v2p": v2p, "anchor": anchor}
+    return kpool_metadata(seq_lens, rows, source, out, limit=limit, extend_lens=new, backend=backend, **options)
+
+
+def pooled_extend(out, seq_lens, rows, source, v2p, anchor, limit, new, backend):
+    return pooled("draft_extend", out, seq_lens, rows, source, v2p, anchor, limit, backend, new)
+
+
+def pooled_out(rows):
+    layout = MetadataLayout(B, D, P, False, KPoolShape(POOL, rows))
+    return PackedMetadata(int32(layout.size), layout)
+
+
+def pooled_tables(rows, lines, height):
+    """Every destination of kpool_decode and its like."""
+    shapes = [B, B + 1, lines, lines, lines + 1, lines, (height, N), (height, 11), (height, 3), (B, rows), B, B, B]
+    return KPoolTables(*(int32(*np.atleast_1d(s).tolist()) for s in [*shapes, (B, -(-rows // POOL)), (5, 2)]))
+
+
+def slots_decode(out, seq_lens, rows, source, backend):
+    return kpool_decode(seq_lens, rows, source, out, pool=POOL, topk=TOPK, backend=backend)
+
+
+def slots_verify(out, seq_lens, rows, source, backend):
+    return kpool_verify(seq_lens, rows, source, out, rows=D, pool=POOL, topk=TOPK, backend=backend)
+
+
+def slots_extend(out, seq_lens, new, rows, source, backend):
+    return kpool_draft_extend(seq_lens, new, rows, source, out, rows=D, pool=POOL, topk=TOPK, backend=backend)
+
+
+def write_plan(out, start, rows, table, backend):
+    return kpool_write_plan(start, rows, table, out, rows=D, pool=POOL, backend=backend)
+
+
 def array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+PLAN = pooled_tables(D, B * D, B)._replace(
+    **dict.fromkeys(["cache_seqlens", "cu_seqlens_k", "dsa_cache_seqlens", "dsa_cu_seqlens_k", "page_table_1"]),
+    **dict.fromkeys(["real_page_table", "page_table", "paged_mqa_ctx_lens_2d"]),
+)
 WINDOW = (*PAIRS, int32(B), int32())
 CALLS = {  # name: (function whose last argument is a backend, its other arguments with the destination first, launches)
     "decode, packed": (decode, (PACKED, *PAIRS), 1),
@@ -191,6 +240,14 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
         (array(jnp.bfloat16, UNITS, U), array(jnp.bfloat16, 1, B, D, 70, U), int32(B), int32(B)),
         1,
     ),
+    "pooled decode": (functools.partial(pooled, "decode"), (pooled_out(1), *WINDOW), 1),
+    "pooled verify": (functools.partial(pooled, "verify"), (pooled_out(D), *WINDOW), 1),
+    "pooled extend": (pooled_extend, (pooled_out(D), *WINDOW, int32(B)), 1),
+    "pooled precompute": (functools.partial(pooled, "mtp_precompute"), (pooled_out(1), *WINDOW), 1),
+    "kpool decode": (slots_decode, (pooled_tables(1, B, B), int32(B), int32(B), int32(R, N)), 1),
+    "kpool verify": (slots_verify, (pooled_tables(D, B * D, B * D), int32(B), int32(B), int32(R, N)), 1),
+    "kpool extend": (slots_extend, (pooled_tables(D, 17, 17), int32(B), int32(B), int32(B), int32(R, N)), 1),
+    "kpool plan": (write_plan, (PLAN, int32(B), int32(B), int32(B * D, 11)), 1),
     "page zero": (zero, (array(jnp.bfloat16, UNITS, U), int32(2, 40)), 1),
     "page zero, float32": (zero, (array(jnp.float32, UNITS, U), int32(2, 40)), 1),
     "append tail": (append_tail, (int32(B, TOPK + 3), int32(B, TOPK), int32(B), int32(B), int32(B, 9999)), 1),
@@ -235,6 +292,12 @@ CONTENTS = {  # where wild numbers are not allowed
     "replay": lambda rng: (rng.integers(-2, NV + 2, R), rng.integers(-1, 50, NV), 4),
     "state scatter": lambda rng: _states(rng, (L, B, D, *STATE)),
     "state scatter, pool": lambda rng: _states(rng, (1, B, D, 70, U)),
+    "kpool extend": lambda rng: (
+        rng.integers(0, 2 * N, B),
+        rng.integers(0, D + 1, B),
+        rng.integers(0, R, B),
+        rng.integers(0, 9999, (R, N)),
+    ),
     "page zero": _pages,
     "page zero, float32": _pages,
     "append tail": _tails,

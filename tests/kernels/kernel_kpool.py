@@ -1,0 +1,147 @@
+"""The contract of pooled attention's metadata as plain Python loops over NumPy arrays, and problems to try it on.
+
+Shares no code with the package. Destinations are a dictionary of arrays, written in place.
+"""
+
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+
+from pallas_kernels import KPoolShape, KPoolTables, MetadataLayout, PackedMetadata
+
+STALE = -7
+
+
+def attended(seen, pool, topk):
+    """Tokens that a row which sees `seen` of them attends to."""
+    closed, tail = divmod(seen, pool)
+    return min(closed * pool, topk) + tail
+
+
+def share_out(pools, processors):
+    """[processor + 1, 2]: the first block of each, found by dealing out a list of all blocks."""
+    blocks = [(row, block) for row, n in enumerate(pools) for block in range(-(-max(n, 1) // 256))]
+    least, more = divmod(len(blocks), processors)
+    starts, at = [], 0
+    for processor in range(processors):
+        starts.append(at)
+        at += least + (processor >= processors - more)
+    return [blocks[s] if s < len(blocks) else (len(pools), 0) for s in [*starts, at]]
+
+
+def forward(
+    out, seq_lens, req_rows, source, *, mode, rows, pool, topk, page, granularity="token", page_size=None,
+    v2p=None, limit=None, extend_lens=None, packed=False, zero_tail=False, anchor=None,
+):  # fmt: skip
+    """Everything that a destination is there for; `page`: tokens of an attention page."""
+    page_size = page_size or page
+    full = None if v2p is None else np.asarray(v2p)[:, 0]
+    end = 2**40 if limit is None else int(limit)
+
+    def slot(b, position):
+        found = oracle.virtual_page(source, granularity, page_size, req_rows[b], position)
+        physical = None if found is None else oracle.physical_page(full, found[0])
+        return None if physical is None else physical * page_size + found[1]
+
+    lines, cached, starts = [], [], []  # lines: (request, tokens seen)
+    for b, length in enumerate(map(int, seq_lens)):
+        new = rows if extend_lens is None else int(extend_lens[b])
+        first = {"decode": length - 1, "verify": length, "mtp_precompute": length}.get(mode, length - new)
+        starts.append(first)
+        cached.append(length + rows if mode == "verify" else length)
+        for j in range(new if packed else rows):
+            seen = {"decode": length, "mtp_precompute": length, "verify": length + j + 1}.get(mode)
+            if seen is None:
+                seen = max(length - new + j + 1, 0) if j < new else 0
+            lines.append((b, min(seen, end)))
+
+    def write(name, values):
+        if out.get(name) is not None:
+            for i, value in enumerate(values):
+                out[name][i] = value
+
+    def write_sums(name, values):
+        if out.get(name) is not None:
+            oracle.prefix_sums(out[name], values)
+
+    write("cache_seqlens", cached)
+    write_sums("cu_seqlens_k", cached)
+    if extend_lens is not None:
+        write_sums("cu_seqlens_q", extend_lens)
+    write("seqlens_expanded", [seen for _, seen in lines])
+    write("pool_seqlens", [seen // pool for _, seen in lines])
+    write("dsa_cache_seqlens", [attended(seen, pool, topk) for _, seen in lines])
+    write_sums("dsa_cu_seqlens_k", [attended(seen, pool, topk) for _, seen in lines])
+    write("paged_mqa_ctx_lens_2d", [[c] * rows for c in cached])
+    write("schedule", share_out([seen // pool for _, seen in lines], len(out.get("schedule", "..")) - 1))
+    write("req_rows", req_rows)
+    write("write_start", starts)
+    write("tail_logical_start", [start // pool * pool for start in starts])
+
+    if out.get("write_loc") is not None:
+        tokens = source.shape[1] * (page_size if granularity == "page" else 1)
+        columns = -(-tokens // page)
+        for b, start in enumerate(starts):
+            for m in range(out["write_loc"].shape[1]):
+                g = start // pool + m
+                column = g // page * pool
+                allowed = limit is None or (0 <= g * pool < end and column < columns)
+                found = slot(b, min(max(column, 0), columns - 1) * page) if allowed else None
+                out["write_loc"][b, m] = 0 if found is None else found // page // pool * page + g % page
+
+    for name, tokens in (("page_table_1", 1), ("real_page_table", page), ("page_table", page * pool)):
+        table = out.get(name)
+        if table is None or len(seq_lens) == 0:
+            continue
+        alone = not packed and len(table) == len(seq_lens)
+        for r, b in enumerate(range(len(seq_lens)) if alone else [b for b, _ in lines]):
+            for c in range(table.shape[1]):
+                if c * tokens < cached[b]:
+                    found = slot(b, c * tokens)
+                    table[r, c] = 0 if found is None else found // tokens
+                elif zero_tail:
+                    table[r, c] = 0
+
+    if out.get("positions") is not None:
+        options = {"page_size": page_size, "granularity": granularity, "v2p": v2p, "limit": limit}
+        fields = {name: out[name] for name in ("virtual_loc", "full_loc", "positions", "anchor_ids")}
+        oracle.window(fields, starts, req_rows, source, anchor=anchor, **options)
+        for b in range(len(seq_lens) if mode == "draft_extend" else 0):
+            for name in ("virtual_loc", "full_loc"):
+                out[name][b, int(extend_lens[b]) :] = 0
+
+
+def tables(batch, rows, *, lines=None, height=None, page=64, pool=4, columns=0, processors=3, **absent):
+    """KPoolTables of stale arrays. `lines`: rows of the forward; `height`: rows of page tables; `columns` of the wide
+    one, in tokens; names given as None are left out."""
+    lines = batch * rows if lines is None else lines
+    height = lines if height is None else height
+    shapes = {
+        "cache_seqlens": batch, "cu_seqlens_k": batch + 1, "seqlens_expanded": lines, "dsa_cache_seqlens": lines,
+        "dsa_cu_seqlens_k": lines + 1, "pool_seqlens": lines, "page_table_1": (height, columns),
+        "real_page_table": (height, -(-columns // page)), "page_table": (height, -(-columns // page // pool)),
+        "paged_mqa_ctx_lens_2d": (batch, rows), "req_rows": batch, "write_start": batch, "tail_logical_start": batch,
+        "write_loc": (batch, -(-rows // pool)), "schedule": (processors + 1, 2),
+    }  # fmt: skip
+    return KPoolTables(**{n: jnp.full(s, STALE, jnp.int32) for n, s in shapes.items() if n not in absent})
+
+
+def packed(batch, rows, pages, pool, *, lengths=None, processors=3):
+    """A stale PackedMetadata; `lengths`: rows a request that have lengths."""
+    shape = KPoolShape(pool, rows if lengths is None else lengths, processors)
+    layout = MetadataLayout(batch, rows, pages, False, shape)
+    return PackedMetadata(jnp.full(layout.size, STALE, jnp.int32), layout)
+
+
+def sections(out: PackedMetadata) -> dict:
+    """The sections as writable arrays by name."""
+    return {name: np.array(place.read((out.buffer,))) for name, place in out.layout.sections.items()}
+
+
+def slots(rng, rows, tokens, page):
+    """int32[rows, tokens]: slots of pages of `page` tokens in any order; row 0 is the sink row."""
+    pages = -(-tokens // page)
+    table = 1 + rng.permutation(rows * pages).reshape(rows, pages)
+    table = (table[:, :, None] * page + np.arange(page)).reshape(rows, -1)[:, :tokens]
+    table[0] = 0
+    return table.astype(np.int32)
