@@ -41,8 +41,9 @@ class Call:
         piece = RowLengths(self.destination, self.span, self.slots.pool, topk, packed)
         return piece if self.has(*kpool_lengths.OUTPUTS) else None
 
-    def schedule(self) -> Schedule | None:
-        return Schedule(self.destination, self.span, self.slots.pool) if self.has("schedule") else None
+    def schedule(self, packed: bool = False) -> Schedule | None:
+        piece = Schedule(self.destination, self.span, self.slots.pool, packed)
+        return piece if self.has("schedule") else None
 
     def window(self, anchor: Section | None) -> WriteWindow:
         return WriteWindow(self.destination, self.span, self.slots, anchor)

@@ -200,12 +200,14 @@ class Schedule:
     Rows of 16, 32, 512 and 16382 pools have 1, 1, 2 and 64 blocks. Four processors take 17 of the 68 each:
     [[0, 0], [3, 13], [3, 30], [3, 47], [4, 0]].
 
-    pool   log2 of the tokens of a pool
+    pool     log2 of the tokens of a pool
+    packed   as in RowLengths: rows that do not exist have no blocks and no number
     """
 
     destination: Destination
     span: Span
     pool: int
+    packed: bool = False
 
     @property
     def processors(self) -> int:
@@ -221,10 +223,11 @@ class Schedule:
         width, chunks = lanes.width(total, HEAD_LANES), []
         for first in range(0, total, width):
             item = lanes.iota(width) + first
-            b = lanes.div(item, span.rows)
-            seen, _ = span.load(lanes, ins, b, item - b * span.rows, item < total)
+            valid, b = item < total, lanes.div(item, span.rows)
+            seen, live = span.load(lanes, ins, b, item - b * span.rows, valid)
+            live = live if self.packed else valid
             blocks = 1 + (lanes.maximum((seen >> self.pool) - 1, 0) >> SHARE)
-            chunks.append((item < total, lanes.where(item < total, blocks, 0)))
+            chunks.append((live, lanes.where(live, blocks, 0)))
         sums = [lanes.sum(blocks) for _, blocks in chunks]
         share = lanes.div(sum(sums[1:], sums[0]), self.processors)
         last = self.processors - (sum(sums[1:], sums[0]) - share * self.processors)
@@ -237,16 +240,18 @@ class Schedule:
             before = before + added
         place = self.destination["schedule"]
         place.store(lanes, outs, (program, 0), row)
-        place.store(lanes, outs, (program, 1), lanes.where(row < total, target - block, 0))
+        place.store(lanes, outs, (program, 1), lanes.where(target < before, target - block, 0))
 
     def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        seen, _ = self.span.read(inputs)
+        seen, live = self.span.read(inputs)
         blocks = 1 + (jnp.maximum((seen.reshape(-1) >> self.pool) - 1, 0) >> SHARE)
-        ends = jnp.concatenate([jnp.zeros(1, jnp.int32), lax.cumsum(blocks, axis=0)])
+        live = live.reshape(-1) if self.packed else jnp.ones(blocks.shape, bool)
+        ends = jnp.concatenate([jnp.zeros(1, jnp.int32), lax.cumsum(jnp.where(live, blocks, 0), axis=0)])
+        numbers = jnp.concatenate([jnp.zeros(1, jnp.int32), lax.cumsum(live.astype(jnp.int32), axis=0)])
         share = lax.div(ends[-1], jnp.int32(self.processors))
         entry = lax.iota(jnp.int32, self.processors + 1)
         last = self.processors - (ends[-1] - share * self.processors)
         target = entry * share + jnp.maximum(entry - last, 0)
-        row = jnp.searchsorted(ends[1:], target, side="right").astype(jnp.int32) if len(blocks) else entry * 0
-        block = jnp.where(row < len(blocks), target - ends[row], 0)
-        return self.destination.write(outputs, {"schedule": jnp.stack([row, block], axis=1)})
+        passed = jnp.searchsorted(ends[1:], target, side="right").astype(jnp.int32) if len(blocks) else entry * 0
+        block = jnp.where(target < ends[-1], target - ends[passed], 0)
+        return self.destination.write(outputs, {"schedule": jnp.stack([numbers[passed], block], axis=1)})

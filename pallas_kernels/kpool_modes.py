@@ -269,5 +269,5 @@ def _write(
     slots = Slots(req, table, PageMap("identity"), pool_shift, page)
     call = Call(name, inputs, destination, span, slots)
     topk = operands.check_static("topk", topk)
-    pieces = [call.counts(), call.lengths(topk, packed), call.schedule(), call.plan(), call.tables(copies, False)]
+    pieces = [call.counts(), call.lengths(topk, packed), call.schedule(packed), call.plan(), call.tables(copies, False)]
     return buffers.unflatten(out, call.run(pieces, backend, flat), destination)
