@@ -12,6 +12,7 @@ import recurrent_oracle
 from delta_cases import CHUNK, HK, NAMES, K, V, assert_close, check, compiled, gradients, poisoned, sequential
 from delta_cases import problem as scalar_problem
 
+from jaxspec.models.train_delta import chunked_delta
 from jaxspec.recurrent import gated_delta, kda_gate
 
 problem = functools.partial(scalar_problem, channels=True)
@@ -129,7 +130,7 @@ def test_bits_of_few_rows_depend_on_no_later_row(channels, compiler_options):
     np.testing.assert_array_equal(got[1][:, :5], states[:, :5])
 
 
-@pytest.mark.parametrize(("T", "chunk"), [(1, 8), (6, 8), (21, 8), (18, 32)])
+@pytest.mark.parametrize(("T", "chunk"), [(1, 8), (21, 8), (150, 64)])
 def test_gradients(T, chunk):
     """Of every argument, equal to those of the scan over rows, also with NaN in the rows that are not real."""
     rng = np.random.default_rng(9)
@@ -163,6 +164,18 @@ def test_gradients_of_a_channel_that_forgets_everything_are_numbers():
     weights, real = np.ones((3, CHUNK + 3, 2 * HK, V), np.float32), np.ones((3, CHUNK + 3), bool)
     for g in gradients(gated_delta, chunk=8)(weights, real, *arguments):
         assert np.isfinite(g).all()
+
+
+@pytest.mark.parametrize("scale", [1, 25, 1000])
+def test_the_training_rule_where_decays_are_of_any_size(scale):
+    arguments = list(problem(13, 150, B=2))
+    arguments[3] = scale * arguments[3]
+    arguments[3][:, 70, :, 0] = -np.inf
+    with jax.default_matmul_precision("highest"):
+        out, last = jax.jit(chunked_delta, compiler_options=quick_compile.options())(*arguments)
+    want, states = recurrent_oracle.gated_delta(*arguments)
+    assert_close(out, want)
+    assert_close(last, states[:, -1])
 
 
 def test_bfloat16_rows_give_bfloat16_and_a_float32_state():

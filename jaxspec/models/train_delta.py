@@ -14,6 +14,8 @@ from jaxspec.models.hybrid import Update
 Array = jax.Array
 
 _CHUNK = 64
+_BLOCK = 8  # rows whose decays are split around a middle one
+_LEAST = -16.0  # e^-16 is what float32 resolves of the rows around it, and four of them stay in its range
 
 
 def training_recur(layer: int, update: Update, cache: None) -> tuple[Array, None]:
@@ -28,6 +30,9 @@ def chunked_delta(q, k, v, log_decay, beta, state, *, real=None, keep="last"):
     Rows are taken 64 at a time. With S0 [V, K] the state before a chunk, d_t its decay up to row t and D[t, j] the one
     from row j to row t, the writes U = T (beta V) - T (beta d K) S0', T = (I + tril(beta D K K', -1))^-1, need S0 in
     one product; only that and the next state are left to a scan.
+
+    With a decay for each key channel, log_decay [B, T, HV, K], d and D stand inside the products of q, k and S0. Its
+    backward pass computes the chunks' matrices again. Decays below e^-16 count as e^-16 among the rows of a chunk.
     """
     if real is not None or keep != "last":
         raise ValueError(f"real={real!r}, keep={keep!r}: training takes whole texts and keeps the last state")
@@ -45,6 +50,28 @@ def chunked_delta(q, k, v, log_decay, beta, state, *, real=None, keep="last"):
 
     q, k = unit(q) * k.shape[3] ** -0.5, unit(k)
     values, log_decay, beta = chunks(v), chunks(log_decay), chunks(beta)[..., None]
+    rule = _scalar if log_decay.ndim == 4 else jax.checkpoint(_by_channel)
+    solved, weights, reads, k_to_end, decay = rule(q, k, values, log_decay, beta)
+
+    def step(state, chunk):
+        values, keys, k_to_end, decay = chunk
+        writes = values - keys @ state.mT
+        return decay * state + writes.mT @ k_to_end, (state, writes)
+
+    chunk = solved[..., :value_dim], solved[..., value_dim:], k_to_end, decay
+    state, (starts, writes) = jax.lax.scan(step, state, chunk)
+    out = reads @ starts.mT + weights @ writes
+    out = jnp.swapaxes(jnp.moveaxis(out, 3, 2), 0, 1).reshape(batch, -1, heads, value_dim)
+    return out[:, :rows].astype(v.dtype), state
+
+
+def _scalar(q, k, values, log_decay, beta):
+    """Of every chunk what the scan and the outputs need; log_decay [..., 64], the others [..., 64, K], V or 1.
+
+    Returns:
+      T (beta V) beside T (beta d K), [..., 64, V + K]; D (q . k), [..., 64, 64]; d q, [..., 64, K]; k and its decay to
+      the last row, [..., 64, K]; and the decay of the whole chunk, [..., 1, K] or [..., 1, 1].
+    """
     total = jnp.cumsum(log_decay, axis=-1)
     # Masked before exp: above the diagonal the exponents are positive, and infinity times 0 has no gradient.
     apart = total[..., :, None] - total[..., None, :]
@@ -52,17 +79,47 @@ def chunked_delta(q, k, v, log_decay, beta, state, *, real=None, keep="last"):
     since, to_end = jnp.exp(total)[..., None], held[..., -1, :, None]
     system = jnp.where(np.tri(_CHUNK, k=-1, dtype=bool), beta * held * (k @ k.mT), 0)
     solved = _inverse(system) @ (beta * jnp.concatenate([values, since * k], axis=-1))
+    return solved, held * (q @ k.mT), since * q, to_end * k, since[..., -1:, :]
 
-    def step(state, chunk):
-        values, keys, k_to_end, decay = chunk
-        writes = values - keys @ state.mT
-        return decay * state + writes.mT @ k_to_end, (state, writes)
 
-    chunk = solved[..., :value_dim], solved[..., value_dim:], to_end * k, since[..., -1:, :]
-    state, (starts, writes) = jax.lax.scan(step, state, chunk)
-    out = since * (q @ starts.mT) + (held * (q @ k.mT)) @ writes
-    out = jnp.swapaxes(jnp.moveaxis(out, 3, 2), 0, 1).reshape(batch, -1, heads, value_dim)
-    return out[:, :rows].astype(v.dtype), state
+def _by_channel(q, k, values, log_decay, beta):
+    """As `_scalar`, log_decay [..., 64, K].
+
+    The pairs of 8 neighbouring rows are one product, with exponents relative to a row in their midst. All others are
+    split at a row between them, where neither exponent is positive: the second half of 16 rows against the first, of 32
+    and of 64.
+    """
+
+    def blocks(x, size):  # [..., 64, K] -> [..., blocks, size, K]
+        return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+    def products(size, rows, columns, of_rows, of_columns):
+        """Rows of some blocks, of q and of k, with the rows of others, each times its decay: [..., blocks, 2, t, j]."""
+        both = jnp.concatenate([blocks(x, size)[..., rows, :, :] * of_rows for x in (q, k)], axis=-2)
+        found = both @ (blocks(k, size)[..., columns, :, :] * of_columns).mT
+        return found.reshape(*found.shape[:-2], 2, size, size)
+
+    every, first, second = slice(None), slice(0, None, 2), slice(1, None, 2)
+    size = _BLOCK
+    # The exponents from a block's start to each of its rows, and from each to its end.
+    before = jnp.cumsum(blocks(jnp.maximum(log_decay, _LEAST), size), axis=-2)
+    after = before[..., -1:, :] - before
+    apart = before - before[..., size // 2 - 1, None, :]
+    below = products(size, every, every, jnp.exp(apart), jnp.exp(-apart))
+    below = jnp.where(np.tri(size, dtype=bool), below, 0)
+    while size < _CHUNK:
+        corner = products(size, second, first, jnp.exp(before[..., second, :, :]), jnp.exp(after[..., first, :, :]))
+        top = jnp.pad(below[..., first, :, :, :], ((0, 0),) * (below.ndim - 1) + ((0, size),))
+        below = jnp.concatenate([top, jnp.concatenate([corner, below[..., second, :, :, :]], axis=-1)], axis=-2)
+        of_first, of_second = before[..., first, -1:, :], before[..., second, -1:, :]
+        before = jnp.concatenate([before[..., first, :, :], before[..., second, :, :] + of_first], axis=-2)
+        after = jnp.concatenate([after[..., first, :, :] + of_second, after[..., second, :, :]], axis=-2)
+        size *= 2
+    weights, alike = below[..., 0, 0, :, :], below[..., 0, 1, :, :]
+    since, to_end = jnp.exp(before[..., 0, :, :]), jnp.exp(after[..., 0, :, :])
+    system = jnp.where(np.tri(_CHUNK, k=-1, dtype=bool), beta * alike, 0)
+    solved = _inverse(system) @ (beta * jnp.concatenate([values, since * k], axis=-1))
+    return solved, weights, since * q, to_end * k, since[..., -1:, :]
 
 
 @jax.custom_vjp

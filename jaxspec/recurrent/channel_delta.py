@@ -41,7 +41,7 @@ def channel_rule(q, k, v, log_decay, beta, state, real, *, C: int) -> tuple[Arra
     v, log_decay, beta = (chunks(x, HK, R) for x in (v, log_decay, beta[..., None]))
     state = state.astype(jnp.float32).reshape(B, HK, R, V, K)
 
-    weights, since, to_end = _decayed_products(jnp.stack([q, k], axis=-3), k, log_decay)
+    weights, since, to_end = _decayed_products(q, k, log_decay)
     solved = inverse(beta * jnp.tril(weights[..., 1, :, :], -1))
     reads, finds = since * q, since * k
     if N == 1:
@@ -57,43 +57,43 @@ def channel_rule(q, k, v, log_decay, beta, state, real, *, C: int) -> tuple[Arra
     return out.astype(dtype), state.reshape(B, HV, V, K)
 
 
-def _decayed_products(rows, keys, log_decay):
+def _decayed_products(q, k, log_decay):
     """What row t of a chunk sees of key j, and the decays from the chunk's start and to its end.
 
     Args:
-      rows: [..., M, C, K], M kinds of rows.
-      keys: [..., C, K].
+      q, k: [..., C, K], with 1 where value heads share them.
       log_decay: [..., C, K].
 
     Returns:
-      sum over K of rows[t] D[t, j] keys[j], [..., M, C, C] with zeros for j > t; and [..., C, K] the decay from before
-      row 0 up to each row, and from each row to the last.
+      sum over K of q[t] D[t, j] k[j] and of k[t] D[t, j] k[j], [..., 2, C, C] with zeros for j > t; and [..., C, K] the
+      decay from before row 0 up to each row, and from each row to the last.
     """
-    C, K = keys.shape[-2:]
+    shape, C = log_decay.shape, log_decay.shape[-2]
+    # One axis in front: XLA's CPU code of jax 0.10 crashes on gradients of this many axes.
+    q, k, log_decay = (jnp.broadcast_to(x, shape).reshape(-1, *shape[-2:]) for x in (q, k, log_decay))
     log_decay = jnp.maximum(log_decay, jnp.finfo(jnp.float32).min / C)  # an infinity has no place in the sums
-    rows, keys = rows[..., None, :], keys[..., None, :]  # [..., blocks, rows of a block, K]
-    before, after = log_decay[..., None, :], jnp.zeros_like(log_decay)[..., None, :]
-    below = jnp.sum(rows * keys[..., None, :, :, :], axis=-1, keepdims=True)
+
+    def blocks(x, size):  # [..., C, K] -> [..., blocks, size, K]
+        return x.reshape(*x.shape[:-2], C // size, size, x.shape[-1])
+
+    first, second = slice(0, None, 2), slice(1, None, 2)
+    before, after = blocks(log_decay, 1), blocks(jnp.zeros_like(log_decay), 1)
+    below = jnp.stack([jnp.sum(x * k, axis=-1) for x in (q, k)], axis=-1)[..., None, None]
+    below = jnp.broadcast_to(below, (*log_decay.shape[:-2], C, 2, 1, 1))
     size = 1
     while size < C:
-        corner = product(
-            "...tk,...jk->...tj",
-            rows[..., 1::2, :, :] * jnp.exp(before[..., None, 1::2, :, :]),
-            (keys[..., ::2, :, :] * jnp.exp(after[..., ::2, :, :]))[..., None, :, :, :],
-        )
-        below = jnp.broadcast_to(below, (*corner.shape[:-3], C // size, size, size))
-        first, second = below[..., ::2, :, :], below[..., 1::2, :, :]
-        below = jnp.concatenate(
-            [jnp.pad(first, ((0, 0),) * (first.ndim - 1) + ((0, size),)), jnp.concatenate([corner, second], axis=-1)],
-            axis=-2,
-        )
-        total = before[..., -1:, :]
-        before = jnp.concatenate([before[..., ::2, :, :], before[..., 1::2, :, :] + total[..., ::2, :, :]], axis=-2)
-        after = jnp.concatenate([after[..., ::2, :, :] + total[..., 1::2, :, :], after[..., 1::2, :, :]], axis=-2)
+        later = [blocks(x, size)[..., second, :, :] * jnp.exp(before[..., second, :, :]) for x in (q, k)]
+        earlier = blocks(k, size)[..., first, :, :] * jnp.exp(after[..., first, :, :])
+        corner = matmul(jnp.concatenate(later, axis=-2), earlier.mT)
+        corner = corner.reshape(*corner.shape[:-2], 2, size, size)
+        top = jnp.pad(below[..., first, :, :, :], ((0, 0),) * (below.ndim - 1) + ((0, size),))
+        below = jnp.concatenate([top, jnp.concatenate([corner, below[..., second, :, :, :]], axis=-1)], axis=-2)
+        of_first, of_second = before[..., first, -1:, :], before[..., second, -1:, :]
+        before = jnp.concatenate([before[..., first, :, :], before[..., second, :, :] + of_first], axis=-2)
+        after = jnp.concatenate([after[..., first, :, :] + of_second, after[..., second, :, :]], axis=-2)
         size *= 2
-        rows, keys = (x.reshape(*x.shape[:-3], C // size, size, K) for x in (rows, keys))
-    below = jnp.broadcast_to(below, (*log_decay.shape[:-2], rows.shape[-4], 1, C, C))
-    return below[..., 0, :, :], jnp.exp(before[..., 0, :, :]), jnp.exp(after[..., 0, :, :])
+    found = below, jnp.exp(before), jnp.exp(after)
+    return tuple(x.reshape(*shape[:-2], *x.shape[2:]) for x in found)
 
 
 def _carry(state, values, keys, reads, to_end, since):
