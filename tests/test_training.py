@@ -159,8 +159,9 @@ def test_training_attention_equals_dense_attention(length, window):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("channels", [(), (8,)], ids=["head", "channel"])
 @pytest.mark.parametrize("length", [40, 150])
-def test_training_delta_rule_and_its_gradients_equal_the_serving_one(length):
+def test_training_delta_rule_and_its_gradients_equal_the_serving_one(length, channels):
     """Rows 20 to 100 have one key: the case in which a series for the inverse would lose all digits."""
     rng = np.random.default_rng(length)
 
@@ -170,7 +171,7 @@ def test_training_delta_rule_and_its_gradients_equal_the_serving_one(length):
     rows, heads = (2, length), 4
     k = normal(*rows, 2, 8)
     k = k.at[:, 20:100].set(k[:, 20:21])
-    decay, beta = -jnp.exp(2 * normal(*rows, heads) - 2), jax.nn.sigmoid(2 * normal(*rows, heads))
+    decay, beta = -jnp.exp(2 * normal(*rows, heads, *channels) - 2), jax.nn.sigmoid(2 * normal(*rows, heads))
     arguments = normal(*rows, 2, 8), k, normal(*rows, heads, 6), decay, beta, normal(2, heads, 6, 8)
     weight = normal(*rows, heads, 6)
 
