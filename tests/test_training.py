@@ -1,5 +1,6 @@
 """Corpus, tokenizer, training and held-out figures: small, on the CPU, from text made here."""
 
+import dataclasses
 import json
 import lzma
 import signal
@@ -13,9 +14,11 @@ optax = pytest.importorskip("optax")
 
 from tiny_models import FAST_COMPILE  # noqa: E402
 
+from jaxspec.attention import pooling  # noqa: E402
 from jaxspec.errors import InputError  # noqa: E402
-from jaxspec.models import corpus, heldout, train, train_attention, train_delta, train_step  # noqa: E402
+from jaxspec.models import corpus, heldout, train, train_attention, train_delta, train_sparse, train_step  # noqa: E402
 from jaxspec.models.checkpoint import load  # noqa: E402
+from jaxspec.models.glm import dense_attend_pooled  # noqa: E402
 from jaxspec.models.qwen3 import Qwen3, dense_attend  # noqa: E402
 from jaxspec.recurrent import gated_delta  # noqa: E402
 
@@ -206,6 +209,84 @@ def test_a_fresh_hybrid_decays_at_many_speeds_and_muon_takes_its_matrices_alone(
     assert (layer["input_layernorm"] == 0).all() and (layer["norm"] == 1).all()
 
 
+def test_a_fresh_kpool_fits_forgets_at_many_speeds_and_has_a_block():
+    config = train.preset("kpool", 2048)
+    state = jax.eval_shape(lambda: train_step.init_state(config, train_step.Settings(length=16, batch=1)))
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    narrow = ("proj", "norm", "embed_tokens", "wq_b", "wk", "with_mqa", "layernorm", "compress_gate")
+    size = sum(leaf.size * (2 if path[-1].key.endswith(narrow) else 4) for path, leaf in leaves)
+    assert size < 8.9e6  # bytes of the shipped file
+    stacked = jax.eval_shape(train_step.stack_matrices, state.params)
+    assert stacked["[192, 128]"].shape == (9, 192, 128)  # latent rows, index keys and their gate, three times
+    assert stacked["params/layers_3/indexer/index_kpool_compress_ape"].shape == (4, 128)
+    tiny = train.preset("tiny_kpool", 300)
+    params = train_step.init_state(tiny, train_step.Settings(length=16, batch=1)).params
+    forget = 5 * jax.nn.sigmoid(params["params"]["layers_0"]["dt_bias"])
+    assert ((forget > 0.99e-3) & (forget < 1.01)).all() and forget.max() > 20 * forget.min()
+    assert params["mtp"]["blocks_0"]["eh_proj"].shape == (64, 32)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_the_best_scores_are_found_without_sorting(budget):
+    """Scores of few values, so that most are tied; -0 and 0 are equal."""
+    rng = np.random.default_rng(budget)
+    scores = rng.choice(np.float32([-2.5, -1e-8, -0.0, 0.0, 1e-8, 0.3, 0.3125, 7.0]), (40, 21))
+    lengths = rng.integers(0, 22, 40)
+    live = np.arange(21) < lengths[:, None]
+    found = np.asarray(jax.jit(train_sparse.best, static_argnums=2)(scores, live, budget))
+    rounded = np.asarray(jnp.asarray(scores, jnp.bfloat16).astype(jnp.float32))
+    for row, length, chosen in zip(rounded, lengths, found, strict=True):
+        order = np.argsort(-row[:length], kind="stable")[:budget]
+        assert sorted(order) == np.flatnonzero(chosen).tolist()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_training_attention_over_pools_and_what_its_indexer_learns(sparse):
+    """Against loops: every row's best two pools and live tail, and the divergence of rows 3, 11 and 19."""
+    config, rng = train.preset("tiny_kpool", 300), np.random.default_rng(7)
+    config = dataclasses.replace(config, index_topk=8)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    rows, heads = 26, 2
+    q, k = normal(1, rows, heads, 32), normal(1, rows, 1, 32)
+    index = pooling.IndexRows(
+        normal(1, rows, 2, 32), normal(1, rows, 2), normal(1, rows, 32), normal(1, rows, 32), normal(4, 32)
+    )
+
+    @jax.jit
+    def run(q, k, index, sparse, row):
+        attend = train_sparse.indexed_attend(config, train_sparse.blocks, sparse, row)
+        return attend(0, q, k, None, index, train_sparse.Carried(jnp.float32(1), None), scale=0.3)
+
+    with jax.default_matmul_precision("highest"):
+        out, carried = run(q, k, index, jnp.asarray(sparse), jnp.int32(3))
+    shares = np.asarray(index.score)[0, :24].reshape(6, 4, 32) + np.asarray(index.ape)
+    shares = np.exp(shares) / np.exp(shares).sum(axis=1, keepdims=True)
+    pools = (shares * np.asarray(index.key)[0, :24].reshape(6, 4, 32)).sum(axis=1)
+    divergence = 0.0
+    for t in range(rows):
+        closed = (t + 1) // 4
+        products = np.maximum(np.asarray(index.query)[0, t] @ pools[:closed].T, 0)
+        scores = np.asarray(index.weight)[0, t] @ products / np.sqrt(32)
+        chosen = sorted(np.argsort(-scores, kind="stable")[: 2 if sparse else closed])
+        seen = [4 * g + i for g in chosen for i in range(4)] + list(range(4 * closed, t + 1))
+        latent = np.asarray(k)[0, seen, 0]
+        weights = np.exp(0.3 * np.asarray(q)[0, t] @ latent.T)
+        weights /= weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(out[0, t], weights @ latent, atol=1e-5)
+        if t in (3, 11, 19):
+            wanted = weights.mean(axis=0)[: 4 * len(chosen)].reshape(-1, 4).sum(axis=1)
+            wanted /= wanted.sum()
+            said = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+            divergence += (wanted * np.log(wanted / said)).sum() / 3
+    assert float(carried.index_nats) - 1 == pytest.approx(divergence, abs=1e-5)
+    if not sparse:
+        expected, _ = dense_attend_pooled(config, sparse=False)(0, q, k, None, index, None, scale=0.3)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def test_stacking_matrices_is_undone():
     config = train.preset("tiny", 300)
     settings = train_step.Settings(length=16, batch=1)
@@ -313,12 +394,31 @@ def test_training_a_hybrid_lowers_the_loss_and_writes_a_folder_that_loads(folder
     assert record["heldout"]["bfloat16"]["all"]["nats_per_token"] == pytest.approx(held, abs=0.05)
 
 
+def test_training_a_kpool_model_lowers_all_its_losses_and_writes_a_folder_with_a_block(folder, tmp_path):
+    settings = train_step.Settings(length=100, batch=4, steps_a_dispatch=20, seed=1, distill_weight=0.5)
+    config = train.preset("tiny_kpool", 320)
+    record = train.train(folder, tmp_path, config, settings, steps=80, eval_tokens=600, report=lambda line: None)
+    first, last = record["curve"][0], record["curve"][-1]
+    assert first["nats"] < np.log(320) + 0.3 and last["nats"] < first["nats"] - 0.7
+    assert last["ahead"] < first["ahead"] - 0.5 and last["agree_1"] > 0.3 and last["agree_2"] > 0.3
+    assert np.isfinite([point["index"] for point in record["curve"]]).all()
+    model = load(tmp_path)
+    assert model.config == config and model.mtp.layers[0].topk == 16
+    held = record["heldout"]
+    nats = held["float32"]["all"]["nats_per_token"]
+    assert nats == pytest.approx(last["nats"], abs=1.0)
+    assert held["bfloat16"]["all"]["nats_per_token"] == pytest.approx(nats, abs=0.05)
+    assert held["dense"]["all"]["nats_per_token"] == pytest.approx(nats, abs=0.5)
+    ahead = held["ahead"]
+    assert len(ahead["acceptance"]) == 3 and 1 + ahead["acceptance"][0] <= ahead["tokens_per_verify"] <= 4
+
+
 def test_a_run_with_the_same_seed_is_the_same(folder):
     settings = train_step.Settings(length=32, batch=2)
     config = train.preset("tiny", 320)
     attend = train_attention.attend_with(config.windows, "blocks", "blocks")
     dispatch = train_step.make_dispatch(train_step.make_logits(Qwen3(config), attend), None, settings)
-    data, rates = train_step.load_data(folder, settings.length), jnp.ones(3)
+    data, rates = train_step.load_data(folder, settings.length), {"rate": jnp.ones(3)}
     (first, _), (second, _) = (dispatch(train_step.init_state(config, settings), None, data, rates) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
     third, _ = dispatch(first, None, data, rates)
