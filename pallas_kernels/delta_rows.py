@@ -10,6 +10,8 @@ from jax import lax
 
 Array = jax.Array
 
+_UNROLLED = 16  # rows up to which a GPU does better without a loop
+
 
 def delta_rows(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *, real: Array | None = None
@@ -34,15 +36,35 @@ def delta_rows(
     q, k, v, log_decay, beta, state = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta, state))
     log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
 
+    rows = q, k, v, log_decay, beta
+    if T > _UNROLLED:
+        return _loop(rows, state)
+    return lax.platform_dependent(rows, state, cuda=_unrolled, default=_loop)
+
+
+def _loop(rows, state):
+    """The code of a row is compiled by itself, the same for any number of rows: but not a loop of one turn."""
+    T = rows[0].shape[1]
+
     def step(state, row):
         out, state = _row(*row, state)
         return state, (out, state)
 
-    # Compiled code of its own for a row, the same for any number of rows: but a loop of one turn would be unrolled.
     padding = ((0, 0), (0, 1 if T == 1 else 0))
-    rows = (jnp.pad(x, padding + ((0, 0),) * (x.ndim - 2)).swapaxes(0, 1) for x in (q, k, v, log_decay, beta))
-    _, (out, states) = lax.scan(step, state, tuple(rows))
+    rows = tuple(jnp.pad(x, padding + ((0, 0),) * (x.ndim - 2)).swapaxes(0, 1) for x in rows)
+    _, (out, states) = lax.scan(step, state, rows)
     return out.swapaxes(0, 1)[:, :T], states.swapaxes(0, 1)[:, :T]
+
+
+def _unrolled(rows, state):
+    """Two launches a row: without barriers XLA would join rows, in one way or another by how many there are."""
+    outs, states = [], []
+    for t in range(rows[0].shape[1]):
+        row = lax.optimization_barrier(tuple(x[:, t] for x in rows))
+        out, state = lax.optimization_barrier(_row(*row, state))
+        outs.append(out)
+        states.append(state)
+    return jnp.stack(outs, axis=1), jnp.stack(states, axis=1)
 
 
 def _row(q, k, v, log_decay, beta, state):

@@ -168,14 +168,15 @@ def test_gradients_of_a_channel_that_forgets_everything_are_numbers():
 
 @pytest.mark.parametrize("scale", [1, 25, 1000])
 def test_the_training_rule_where_decays_are_of_any_size(scale):
+    """To the float32 of the largest output: what falls below e^-16 in one row is rounded to it."""
     arguments = list(problem(13, 150, B=2))
     arguments[3] = scale * arguments[3]
     arguments[3][:, 70, :, 0] = -np.inf
     with jax.default_matmul_precision("highest"):
         out, last = jax.jit(chunked_delta, compiler_options=quick_compile.options())(*arguments)
     want, states = recurrent_oracle.gated_delta(*arguments)
-    assert_close(out, want)
-    assert_close(last, states[:, -1])
+    for got, exact in ((out, want), (last, states[:, -1])):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
 
 
 def test_bfloat16_rows_give_bfloat16_and_a_float32_state():

@@ -55,10 +55,10 @@ def gated_delta(
     the head multiplies all of them (Gated DeltaNet). Everything inside is float32 with full-precision products. It can
     be differentiated.
 
-    With keep="rows" and a decay for each channel rows are run one after the other: the bits of
-    row t's output and of the state after it depend on the state before row 0 and on rows 0 to t alone, neither on later
-    rows nor on T, and running the rows in several calls gives the bits of one call. Otherwise rows are solved a chunk
-    at a time, and other chunks round in other places.
+    With keep="rows" and a decay for each channel rows are run one after the other: the bits of row t's output and of
+    the state after it depend on the state before row 0 and on rows 0 to t alone, neither on later rows nor on T, and
+    rows taken in several calls give the bits of one call (of up to 16 rows each on a GPU). Otherwise rows are solved a
+    chunk at a time, and other chunks round in other places.
 
     Args:
       q, k: [B, T, HK, K], as they come from the projection; T may be 0.
