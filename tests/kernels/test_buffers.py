@@ -11,6 +11,7 @@ from kernel_cases import int32
 
 from pallas_kernels import (
     DecodeTables,
+    KPoolShape,
     MetadataLayout,
     PackedMetadata,
     View,
@@ -51,6 +52,28 @@ def test_packed_fields_are_the_cells_of_their_sections():
         section = layout.sections[name]
         assert array.shape == section.shape and array.dtype == jnp.int32
         assert array.ravel().tolist() == list(range(section.offset, section.offset + array.size))
+
+
+def test_sections_of_pooled_attention_come_behind_the_others():
+    layout, plain = (MetadataLayout(3, 5, 7, False, kpool) for kpool in (KPoolShape(4, 5, sms=9), None))
+    assert list(layout.sections.items())[: len(plain.sections)] == list(plain.sections.items())
+    packed = PackedMetadata(jnp.arange(layout.size, dtype=jnp.int32), layout)
+    shapes = {n: a.shape for n, a in packed.kpool()._asdict().items() if a is not None}
+    assert shapes == {
+        "cache_seqlens": (3,), "cu_seqlens_k": (4,), "seqlens_expanded": (15,), "dsa_cache_seqlens": (15,),
+        "dsa_cu_seqlens_k": (16,), "pool_seqlens": (15,), "real_page_table": (3, 28), "page_table": (3, 7),
+        "write_start": (3,), "tail_logical_start": (3,), "write_loc": (3, 2), "schedule": (10, 2),
+    }  # fmt: skip
+    cells = np.concatenate([np.ravel(a) for n, a in packed.kpool()._asdict().items() if n in shapes])
+    assert len(set(cells.tolist())) == len(cells)
+    with pytest.raises(ValueError, match=r"has no sections of pooled attention: give it kpool=KPoolShape"):
+        PackedMetadata.zeros(plain).kpool()
+
+
+@pytest.mark.parametrize("sizes", [{"pool": 0}, {"pool": 4.0}, {"rows": -1}, {"sms": 0}, {"sms": True}])
+def test_shapes_of_pools_refuse_what_is_no_size(sizes):
+    with pytest.raises(ValueError, match="KPoolShape .*: it must be a Python integer >= "):
+        KPoolShape(**({"pool": 4, "rows": 1} | sizes))
 
 
 @pytest.mark.parametrize("sizes", [{"B": -1}, {"P": 2.0}, {"D": True}, {"B": 2**16, "P": 2**15}])

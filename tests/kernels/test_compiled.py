@@ -10,7 +10,15 @@ import kernel_ptx as ptx
 import pytest
 from kernel_calls import CALLS, int32
 
-from pallas_kernels import DecodeTables, decode_metadata, explain_backends, kv_read_table, mosaic
+from pallas_kernels import (
+    DecodeTables,
+    KPoolTables,
+    decode_metadata,
+    explain_backends,
+    kpool_decode,
+    kv_read_table,
+    mosaic,
+)
 
 each_call = pytest.mark.parametrize("name", CALLS)
 MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(mosaic.unavailable() is not None, reason="no Mosaic GPU"))
@@ -120,6 +128,26 @@ def test_rows_of_a_table_past_2_to_the_31_cells_have_64_bit_offsets(where, backe
     (text,) = aot.ptx(tmp_path).values()
     inputs = 3  # then come the destinations, in Triton's own order: as operands and again as results
     parameter = 2 if where == "source" else inputs + (backend == "triton")
+    assert ptx.row_offset_bits(text, parameter, 4 * columns) == 64
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("where", ["source", "destination"])
+def test_rows_of_a_wide_table_past_2_to_the_31_cells_have_64_bit_offsets(where, backend, tmp_path):
+    if reason := aot.missing():
+        pytest.skip(reason)
+    rows, columns = 2_000_000, 4096
+    big, small = (rows, columns), (8, columns)
+    batch = rows if where == "destination" else 8
+    source, out = (big, small) if where == "source" else (small, big)
+
+    def call(out, seq_lens, req_rows, source):
+        tables = KPoolTables(page_table_1=out)
+        return kpool_decode(seq_lens, req_rows, source, tables, pool=4, topk=2048, backend=backend).page_table_1
+
+    aot.compile_for_h200(call, int32(*out), int32(batch), int32(batch), int32(*source), dump=tmp_path)
+    (text,) = aot.ptx(tmp_path).values()
+    parameter = 2 if where == "source" else 3 + (backend == "triton")
     assert ptx.row_offset_bits(text, parameter, 4 * columns) == 64
 
 
