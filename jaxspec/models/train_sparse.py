@@ -8,7 +8,7 @@ A run begins dense: attention sees everything, and the indexer learns from all o
 array, a row attends to the pools that the indexer picks, and the indexer learns from those alone. The best pools are
 found by bisection of the scores' bits: two dozen passes over them cost far less than sorting them would.
 
-Attention itself is one fused kernel with the selection as its bias. What the indexer is to learn from, the weights of
+Attention itself is one fused kernel with the selection as its mask. What the indexer is to learn from, the weights of
 attention, is computed again without gradients, for every eighth row only.
 """
 
@@ -34,14 +34,14 @@ Array = jax.Array
 
 _STRIDE = 8  # the indexer learns from one row in so many, other ones each step
 _QUERY_BLOCK = 512
-_NOT = -1e30  # added to the scores of keys that a row does not see
+_NOT = -1e30  # the score of what a row does not see
 
 
 class Carried(NamedTuple):
-    """What goes from one sparse layer to the next: the indexers' loss, and the last layer's bias, `_NOT` or 0."""
+    """What goes from one sparse layer to the next: the indexers' loss, and which keys the last layer's rows saw."""
 
     index_nats: Array  # float32 []
-    bias: Array | None  # [B, 1, T, T]
+    seen: Array | None  # bool [B, 1, T, T]
 
 
 def schedule(settings: Settings, progress: np.ndarray, step: np.ndarray) -> dict[str, np.ndarray]:
@@ -49,26 +49,28 @@ def schedule(settings: Settings, progress: np.ndarray, step: np.ndarray) -> dict
     return {"sparse": progress >= settings.dense_share, "row": (step % _STRIDE).astype(np.int32)}
 
 
-def cudnn(q: Array, k: Array, v: Array, bias: Array, scale: float) -> Array:
-    """cuDNN's fused attention with a bias; bfloat16 on an NVIDIA GPU only."""
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, scale=scale, is_causal=True, implementation="cudnn")
+def cudnn(q: Array, k: Array, v: Array, seen: Array, scale: float) -> Array:
+    """cuDNN's fused attention with a mask; bfloat16 on an NVIDIA GPU only."""
+    # As a bias the selection would get a gradient, which costs more than the others together.
+    return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=scale, is_causal=True, implementation="cudnn")
 
 
-def blocks(q: Array, k: Array, v: Array, bias: Array, scale: float) -> Array:
+def blocks(q: Array, k: Array, v: Array, seen: Array, scale: float) -> Array:
     """Plain XLA, 512 queries at a time; scores are computed again in the backward pass."""
     batch, rows, heads, width = q.shape
     size = min(_QUERY_BLOCK, rows)
     short = -rows % size
 
     def cut(x, axis):  # [..., T, ...] -> [N, ..., 512, ...]
-        x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(4)])
+        # The rows that are added see everything: one that sees nothing would give NaN, and NaN gradients.
+        x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(4)], constant_values=x.dtype.type(1))
         return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
     @jax.checkpoint
     def one(block):
-        return jax.nn.dot_product_attention(block[0], k, v, bias=block[1], scale=scale, implementation="xla")
+        return jax.nn.dot_product_attention(block[0], k, v, mask=block[1], scale=scale, implementation="xla")
 
-    out = jnp.moveaxis(lax.map(one, (cut(q, 1), cut(bias, 2))), 0, 1)
+    out = jnp.moveaxis(lax.map(one, (cut(q, 1), cut(seen, 2))), 0, 1)
     return out.reshape(batch, -1, heads, width)[:, :rows]
 
 
@@ -76,7 +78,7 @@ KERNELS = {"cudnn": cudnn, "blocks": blocks}
 
 
 def choose_masked(config: GlmConfig, length: int, dtype, *, report: Callable[[str], None] = print) -> dict[str, str]:
-    """`{"masked": name}`: the fastest kernel with a bias that is right where it runs; nothing is tried on a CPU."""
+    """`{"masked": name}`: the fastest kernel with a mask that is right where it runs; nothing is tried on a CPU."""
     if jax.default_backend() == "cpu" or jnp.dtype(dtype) != jnp.bfloat16:
         return {"masked": "blocks"}
     keys = jax.random.split(jax.random.key(0), 3)
@@ -84,17 +86,16 @@ def choose_masked(config: GlmConfig, length: int, dtype, *, report: Callable[[st
     q, weight = (jax.random.normal(key, shape, dtype) for key in keys[:2])
     k = jax.random.normal(keys[2], (4, length, 1, config.kv_lora_rank), dtype)
 
-    def with_bias(kernel):
+    def masked(kernel):
         def run(q, k, v):
             row = jnp.arange(length)
             seen = (row[:, None] * 7 + row // config.index_kpool) % 3 == 0  # a third of the pools, and the row itself
             seen = (seen | (row[:, None] == row)) & (row <= row[:, None])
-            bias = jnp.broadcast_to(jnp.where(seen, 0, _NOT).astype(dtype), (4, 1, length, length))
-            return kernel(q, k, v, bias, config.softmax_scale)
+            return kernel(q, k, v, jnp.broadcast_to(seen, (4, 1, length, length)), config.softmax_scale)
 
         return run
 
-    candidates = {name: with_bias(KERNELS[name]) for name in ("blocks", "cudnn")}
+    candidates = {name: masked(KERNELS[name]) for name in ("blocks", "cudnn")}
     return {"masked": fastest_right("sparse layers", candidates, q, k, k, weight, report)}
 
 
@@ -148,7 +149,7 @@ def indexed_attend(config: GlmConfig, kernel: Callable[..., Array], sparse: Arra
 
     Args:
       config: of the model.
-      kernel: `kernel(q, k, v, bias, scale)`.
+      kernel: `kernel(q, k, v, seen, scale)`.
       sparse: bool [], whether rows see what the indexer picks or everything before them.
       row: int32 [], the first row that the indexers learn from.
     """
@@ -168,15 +169,14 @@ def indexed_attend(config: GlmConfig, kernel: Callable[..., Array], sparse: Arra
         picked = live & (best(pool_logits(*still), live, budget) | ~sparse)
         column = jnp.arange(rows)
         seen = jnp.repeat(jnp.pad(picked, ((0, 0), (0, 0), (0, 1))), pool, axis=-1)[..., :rows]
-        seen = (seen | (column // pool >= closed[:, None])) & (column <= column[:, None])
-        bias = jnp.where(seen, 0, _NOT).astype(q.dtype)[:, None]
-        out = kernel(q, k, k, bias, scale).astype(q.dtype)
+        seen = ((seen | (column // pool >= closed[:, None])) & (column <= column[:, None]))[:, None]
+        out = kernel(q, k, k, seen, scale).astype(q.dtype)
 
         some = rows_from(row, rows)
-        weights = _pool_weights(some(q), k[:, :, 0], some(bias[:, 0]), scale, pool)
+        weights = _pool_weights(some(q), k[:, :, 0], some(seen[:, 0]), scale, pool)
         logits = pool_logits(some(index.query), some(index.weight), keys)
         nats = _divergence(weights, logits, some(picked))
-        return out, Carried(carried.index_nats + nats, bias)
+        return out, Carried(carried.index_nats + nats, seen)
 
     return attend
 
@@ -187,7 +187,7 @@ def again_attend(kernel: Callable[..., Array]) -> AttendPooled:
     def attend(layer, q, k, v, index, carried, *, scale):
         del index
         itself = jnp.eye(q.shape[1], dtype=bool)
-        return kernel(q, k, k, jnp.where(itself, 0, carried.bias), scale).astype(q.dtype), carried
+        return kernel(q, k, k, carried.seen | itself, scale).astype(q.dtype), carried
 
     return attend
 
@@ -203,11 +203,11 @@ def rows_from(row: Array, rows: int) -> Callable[[Array], Array]:
     return some
 
 
-def _pool_weights(q, latent, bias, scale, pool):
+def _pool_weights(q, latent, seen, scale, pool):
     """Share of attention, all heads together, that each row [B, R] gives to each whole pool, float32 [B, R, n]."""
     q, latent = lax.stop_gradient((q, latent))
     scores = jnp.einsum("brhl,btl->bhrt", q, latent, preferred_element_type=jnp.float32) * scale
-    weights = jnp.mean(jax.nn.softmax(scores + bias[:, None].astype(jnp.float32), axis=-1), axis=1)
+    weights = jnp.mean(jax.nn.softmax(jnp.where(seen[:, None], scores, _NOT), axis=-1), axis=1)
     whole = weights.shape[-1] // pool
     return weights[..., : whole * pool].reshape(*weights.shape[:2], whole, pool).sum(axis=-1)
 
