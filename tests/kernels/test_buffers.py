@@ -72,7 +72,7 @@ def test_sections_of_pooled_attention_come_behind_the_others():
 
 @pytest.mark.parametrize("sizes", [{"pool": 0}, {"pool": 4.0}, {"rows": -1}, {"sms": 0}, {"sms": True}])
 def test_shapes_of_pools_refuse_what_is_no_size(sizes):
-    with pytest.raises(ValueError, match="KPoolShape .*: it must be a Python integer >= "):
+    with pytest.raises(ValueError, match=r"KPoolShape .*: it must be a Python integer >= "):
         KPoolShape(**({"pool": 4, "rows": 1} | sizes))
 
 
