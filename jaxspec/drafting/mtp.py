@@ -29,7 +29,7 @@ from jaxspec.errors import InputError
 from jaxspec.metadata import (
     DraftExtendMetadata,
     KPool,
-    draft_chain_metadata,
+    chain_metadata,
     draft_extend_metadata,
     verify_layout,
 )
@@ -174,7 +174,7 @@ class MTPDrafter:
             return state, Drafts(tokens=state.tokens[:, :num_drafts], count=count)
         if num_drafts == 1:
             return state, Drafts(tokens=state.tokens, count=count)
-        metadata, packed = draft_chain_metadata(
+        chain = chain_metadata(
             context.seq_lens,
             context.req_rows,
             context.page_rows,
@@ -186,6 +186,7 @@ class MTPDrafter:
             state_slots=context.metadata.state_slots,
             backend=state.backend,
         )
+        metadata, packed = chain.metadata, chain.packed
         written = unmarked(metadata.window.full_loc, "full")
         table, seed = unmarked(metadata.page_table, "full"), metadata.kpool.dsa_cache_seqlens
         slots = _append(slots_of(state.selected[:, None], table, state.cache.page_size)[:, 0], seed, written)

@@ -2,17 +2,18 @@
 
 from jaxspec.metadata.build import (
     decode_step,
-    draft_chain_metadata,
     draft_extend_metadata,
     draft_window,
     verify_layout,
     verify_metadata,
 )
+from jaxspec.metadata.chain import ChainMetadata, chain_metadata
 from jaxspec.metadata.ids import Ids
 from jaxspec.metadata.kpool import KPool, KPoolMetadata, KPoolWritePlan
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, ForwardMetadata, VerifyMetadata, WriteWindow
 
 __all__ = [
+    "ChainMetadata",
     "DecodeMetadata",
     "DraftExtendMetadata",
     "ForwardMetadata",
@@ -22,8 +23,8 @@ __all__ = [
     "KPoolWritePlan",
     "VerifyMetadata",
     "WriteWindow",
+    "chain_metadata",
     "decode_step",
-    "draft_chain_metadata",
     "draft_extend_metadata",
     "draft_window",
     "verify_layout",

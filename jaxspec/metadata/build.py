@@ -186,43 +186,26 @@ def draft_extend_metadata(
 
 
 @jax.named_scope(SCOPE)
-def draft_chain_metadata(
-    seq_lens: Array,
-    req_rows: Array,
-    page_rows: Array | Ids,
-    v2p: Array,
-    packed: PackedMetadata,
-    *,
-    page_size: int,
-    limit: Array | int,
-    kpool: KPool,
-    state_slots: Array | Ids | None = None,
-    backend: str | None = None,
-) -> tuple[DecodeMetadata, PackedMetadata]:
-    """Metadata of all steps of a draft chain over sparse layers, computed once: MTP precompute.
-
-    The steps share everything but the column of the window that each writes: what they attend to was selected when the
-    newest committed row was computed.
-
-    Args:
-      seq_lens: int32[B], committed tokens L; the chain's rows are at positions L, L + 1, ...
-      packed: the chain's own buffer: D rows a request in the window, one that has lengths.
-      req_rows, page_rows, v2p, page_size, limit, kpool, state_slots, backend: as in `verify_metadata`.
-
-    Returns:
-      The metadata, whose lengths are those of a decode at L, and whose window has the D rows of the chain; and the
-      packed buffer after.
-    """
+def write_chain(
+    seq_lens, req_rows, page_rows, v2p, packed: PackedMetadata, *, page_size, limit, kpool: KPool, backend
+) -> PackedMetadata:
+    """The packed buffer with the metadata of a draft chain over sparse layers; see `chain_metadata`."""
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
     virtual = unmarked(page_rows, "virtual")
-    if _is_fused(kpool):
+    if kpool.fused:
         more = dict(pool=kpool.pool, topk=kpool.topk, limit=limit, zero_tail=True)
-        packed = write_kpool(seq_lens, req_rows, virtual, packed, mode="mtp_precompute", **more, **maps)
-    else:
-        packed = decode_metadata(seq_lens, req_rows, virtual, packed, zero_tail=True, **maps)
-        packed = draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
+        return write_kpool(seq_lens, req_rows, virtual, packed, mode="mtp_precompute", **more, **maps)
+    packed = decode_metadata(seq_lens, req_rows, virtual, packed, zero_tail=True, **maps)
+    return draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
+
+
+@jax.named_scope(SCOPE)
+def read_chain(
+    seq_lens, req_rows, page_rows, packed: PackedMetadata, *, page_size, limit, kpool: KPool, state_slots
+) -> DecodeMetadata:
+    """The metadata in a buffer that `write_chain` has written, or in a copy of it."""
     tables, fields = packed.decode_tables(), _Fields(kpool, packed, req_rows, page_size, limit)
-    metadata = DecodeMetadata(
+    return DecodeMetadata(
         cache_seqlens=tables.cache_seqlens,
         cu_seqlens_k=tables.cu_seqlens_k,
         page_table=marked(tables.page_table, "full", page_rows),
@@ -237,7 +220,6 @@ def draft_chain_metadata(
             count=jnp.zeros_like(seq_lens),
         ),
     )
-    return metadata, packed
 
 
 @dataclasses.dataclass(frozen=True)
