@@ -419,7 +419,7 @@ def test_each_call_is_one_scatter_or_gather():
     [
         ({"storage": "swa", "window": 4}, "storage='swa', window=4: .* leave storage='full' and window=None"),
         ({"window": 4}, "window=4: "),
-        ({"pool": 1}, "pool=1: must be a power of two, at least 2"),
+        ({"pool": 0}, "pool=0: must be a power of two"),
         ({"pool": 6}, "pool=6: must be a power of two"),
         ({"topk": 2}, "topk=2: .* choose a multiple of 4"),
         ({"topk": 2046}, "topk=2046: .* choose a multiple of 4"),

@@ -95,7 +95,7 @@ class KPoolSpec(LayerSpec):
     is made again with each row that it was wrong about, and rows of rejected drafts are overwritten like K and V.
 
     Attributes:
-      pool: p, tokens an index key stands for, a power of two.
+      pool: p, tokens an index key stands for, a power of two; with 1 a query picks single tokens, and there is no tail.
       topk: tokens a query looks at, those behind the last whole pool not counted: a multiple of `pool`.
       index_dim: X, width of an index key, a multiple of 16.
       ring: rows of the ring: p and one for each row of a forward, so that no row takes the place of one that a pool is
@@ -119,8 +119,8 @@ class KPoolSpec(LayerSpec):
                 f"storage={self.storage!r}, window={self.window}: a layer with compressed keys may look at any token; "
                 "leave storage='full' and window=None"
             )
-        if self.pool < 2 or self.pool & (self.pool - 1):
-            raise ValueError(f"pool={self.pool}: must be a power of two, at least 2, to divide a page")
+        if self.pool < 1 or self.pool & (self.pool - 1):
+            raise ValueError(f"pool={self.pool}: must be a power of two, to divide a page")
         if self.topk < self.pool or self.topk % self.pool:
             raise ValueError(f"topk={self.topk}: tokens are picked by whole pools; choose a multiple of {self.pool}")
         if self.index_dim < 16 or self.index_dim % 16:
