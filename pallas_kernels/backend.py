@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import checked, mosaic, triton
@@ -92,16 +93,27 @@ def run(operation: Operation, backend: str | None, inputs: tuple, outputs: tuple
 def _compiled(operation: Operation, backend: str | None, inputs: tuple, outputs: tuple) -> tuple:
     chosen = backend or _fastest(_capability())[0]
     by_itself = backend is None and operation.reference_is_faster
-    if chosen == "reference" or by_itself or operation.programs == 0:
+    nothing = operation.programs == 0 or not any(x.size for x in outputs)
+    if chosen == "reference" or by_itself or nothing:
         return operation.reference(inputs, outputs)
     launch = {"triton": triton.launch, "mosaic": mosaic.launch, "interpret": _interpret}[chosen]
-    kernel = functools.partial(launch, operation)
+    kernel = functools.partial(_launch, launch, operation)
     if backend is None:
         return lax.platform_dependent(inputs, outputs, cuda=kernel, default=operation.reference)
     return kernel(inputs, outputs)
 
 
 _interpret = functools.partial(triton.launch, interpret=True)
+
+
+def _launch(launch, operation: Operation, inputs: tuple, outputs: tuple) -> tuple:
+    """The outputs after the launch, in which one cell stands for each array without any.
+
+    Pallas divides by the dimensions of a Triton kernel's arrays, and a masked lane of a Mosaic kernel reads cell 0.
+    """
+    cells = [[x if x.size else jnp.zeros((1,) * x.ndim, x.dtype) for x in arrays] for arrays in (inputs, outputs)]
+    results = launch(operation, *map(tuple, cells))
+    return tuple(after if before.size else before for before, after in zip(outputs, results, strict=True))
 
 
 def declined(backend: str, arrays: tuple = ()) -> str | None:

@@ -51,8 +51,13 @@ class MosaicLanes(Lanes):
             )
         # A masked lane reads cell 0 (of its column, if that is static), all of them in one transaction, and drops the
         # value. Skipping the loads would take a branch for each register of a thread, and each would wait for the last.
-        index = [i if isinstance(i, int) else jnp.where(mask, i, np.int32(0)) for i in index]
+        index = [i if isinstance(i, int) else self.where(mask, i, np.int32(0)) for i in index]
         return jnp.where(mask, _gather(ref, index, mask.size), ref.dtype.type(other))
+
+    def where(self, condition, a, b):
+        # Mosaic's select takes its sign from the first of (a, condition, b) that is spread over threads. A condition
+        # has none: after a constant `a` the result would be compared, divided and clamped as an unsigned number.
+        return jnp.where(condition, _spread(a, condition.size) if jnp.ndim(condition) else a, b)
 
     def store(self, ref, index, value, mask=None):
         if mask is None:

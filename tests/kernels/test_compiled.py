@@ -1,6 +1,7 @@
 """Destinations are written in place, and a CUDA program holds one launch a kernel and no copy, on every GPU backend."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,20 @@ import kernel_calls
 import kernel_ptx as ptx
 import pytest
 from kernel_calls import CALLS, int32
+from kernel_small import Small
 
 from pallas_kernels import (
     DecodeTables,
     KPoolTables,
+    RaggedLayout,
     decode_metadata,
     explain_backends,
     kpool_decode,
+    kpool_ragged_layout,
     kv_read_table,
     mosaic,
 )
+from pallas_kernels import backend as backends
 
 each_call = pytest.mark.parametrize("name", CALLS)
 MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(mosaic.unavailable() is not None, reason="no Mosaic GPU"))
@@ -49,6 +54,17 @@ def test_donated_destination_is_consumed(name, backend):
 
 
 # Without a GPU: lowering needs no plugin ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["triton", MOSAIC])
+@pytest.mark.parametrize(("pages", "rows"), [(0, 3), (3, 0)])
+def test_an_array_without_cells_among_others_lowers(pages, rows, backend):
+    def call(out, *arguments):
+        return kpool_ragged_layout(*arguments, out, pool=4, backend=backend)
+
+    out = RaggedLayout(int32(pages), int32(rows), int32(rows))
+    text = aot.lower_text(call, out, int32(2, 4), *[int32(2)] * 4, int32(rows))
+    assert text.count("custom_call") == 1 and f"tensor<{rows}xi32>" in text
 
 
 LEFT_TO_XLA = ("replay", "commit track", "commit track, chain")  # unless a backend is named
@@ -112,6 +128,39 @@ def test_tables_of_any_width_compile(batch, pages, backend):
 
 
 @each_gpu_backend
+@pytest.mark.parametrize("use", ["maximum", "minimum", "less", "div"])
+def test_a_choice_of_a_scalar_keeps_its_sign(use, backend, tmp_path):
+    """Numbers that the compiler knows nothing of are clamped, compared and divided as signed ones."""
+    if reason := aot.missing():
+        pytest.skip(reason)
+    uses = {
+        "maximum": lambda lanes, x: lanes.maximum(x, 5),
+        "minimum": lambda lanes, x: lanes.minimum(x, 5),
+        "less": lambda lanes, x: lanes.where(x < 5, 1, x),
+        "div": lambda lanes, x: lanes.div(x, 3),
+    }
+
+    def write(lanes, program, ins, outs):
+        lane = lanes.iota(128)
+        live = lane <= program
+        chosen = lanes.where(live, lanes.load(ins[0], (program,)), lanes.load(ins[0], (lane,), lane < 128))
+        lanes.store(outs[0], (lane,), uses[use](lanes, chosen), live)
+
+    def call(out, values):
+        return backends.run(Small(write), backend, (values,), (out,))[0]
+
+    aot.compile_for_h200(call, int32(128), int32(128), dump=tmp_path)
+    (text,) = aot.ptx(tmp_path).values()
+    instruction = {
+        "maximum": r"max\.%s32",
+        "minimum": r"min\.%s32",
+        "less": r"setp\.l[te]\.%s32",
+        "div": r"mul\.hi\.%s32",
+    }
+    assert re.search(instruction[use] % "s", text) and not re.search(instruction[use] % "u", text)
+
+
+@each_gpu_backend
 @pytest.mark.parametrize("where", ["source", "destination"])
 def test_rows_of_a_table_past_2_to_the_31_cells_have_64_bit_offsets(where, backend, tmp_path):
     if reason := aot.missing():
@@ -170,7 +219,9 @@ def test_device_pointers_stay_over_many_calls(name, backend):
 
 @pytest.mark.gpu
 def test_a_gpu_gets_a_compiled_kernel_by_default():
-    assert {c.backend for c in explain_backends()} == {"triton"}
+    chosen = {c.kernel: c.backend for c in explain_backends()}
+    left = {name for name, backend in chosen.items() if backend == "reference"}
+    assert left == {"replay_state_indices", "commit_track_indices"} and set(chosen.values()) == {"reference", "triton"}
 
 
 @pytest.mark.gpu

@@ -41,6 +41,18 @@ EXPRESSIONS = {
     "bits": (lambda lanes, a, b: (a & 12) | (b & 3), lambda a, b: (a & 12) | (b & 3)),
     "where": (lambda lanes, a, b: lanes.where(a < b, a, b + 1), lambda a, b: np.where(a < b, a, b + 1)),
     "where with constants": (lambda lanes, a, b: lanes.where(a == b, 5, -1), lambda a, b: np.where(a == b, 5, -1)),
+    "maximum of a choice": (
+        lambda lanes, a, b: lanes.maximum(lanes.where(a < b, -5, a), -1),
+        lambda a, b: np.maximum(np.where(a < b, -5, a), -1),
+    ),
+    "comparison of a choice": (
+        lambda lanes, a, b: lanes.where(lanes.where(a < b, -5, a) < 3, 1, a),
+        lambda a, b: np.where(np.where(a < b, -5, a) < 3, 1, a),
+    ),
+    "div of a choice": (
+        lambda lanes, a, b: lanes.div(lanes.where(a < b, -7, a), 2),
+        lambda a, b: np.trunc(np.where(a < b, -7, a) / 2).astype(np.int32),
+    ),
     "conditions": (
         lambda lanes, a, b: lanes.where(((a <= b) & (a >= -4)) | (b > 9), 1, 0),
         lambda a, b: np.where(((a <= b) & (a >= -4)) | (b > 9), 1, 0),
