@@ -4,6 +4,8 @@ import json
 
 import hybrid_cases
 import jax
+import jax.numpy as jnp
+import kpool_cases
 import numpy as np
 import pytest
 from tiny_models import TARGET, drafter_and_params, prompt
@@ -11,6 +13,7 @@ from tiny_models import TARGET, drafter_and_params, prompt
 import jaxspec
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
+from jaxspec.recurrent import gated_delta
 from jaxspec.steps.step import jit_with_state
 
 pytestmark = pytest.mark.gpu
@@ -137,3 +140,41 @@ def test_a_hybrid_equals_decoding_without_a_cache(oracle, memory, backend):
     assert [r.token_ids for r in results] == [oracle(ids) for ids in prompts]
     for r, script in zip(results, right, strict=True):
         assert r.accepted_drafts[:-1] == script[: r.verify_count - 1].tolist()
+
+
+@pytest.mark.parametrize("memory", ["static", "unified"])
+def test_sparse_layers_equal_plain_decoding(memory):
+    """Fused metadata by either compiled kernel, and ordinary ones; drafts that are right as often as told."""
+    model, rows = kpool_cases.sparse_model(), kpool_cases.POOL + 2
+    found = {}
+    for backend, fused in (("triton", True), ("mosaic", True), (None, False)):
+        shape = kpool_cases.settings(
+            model, rows, memory=memory, page=256, kernel_backend=backend, kpool_metadata_fusion=fused
+        )
+        spec = jaxspec.make_spec_step(model, hybrid_cases.Scripted(), shape)
+        assert spec.config.kpool_metadata_fusion is fused
+        params, prompts = kpool_cases.script_params(model, rows), kpool_cases.PROMPTS
+        state, status = jit_with_state(run_to_end, spec.options)(spec, params, initial(spec, prompts))
+        assert status == 0
+        results = read_requests(state, prompts)
+        found[backend] = [(r.token_ids, r.verify_count) for r in results]
+    assert found["triton"] == found["mosaic"] == found[None]
+    assert [text for text, _ in found[None]] == kpool_cases.plain_texts(model)
+
+
+def test_rows_of_a_channel_wise_gate_do_not_know_how_many_they_are():
+    """Eight verified rows give the bits of eight rows one at a time."""
+    rng = np.random.default_rng(0)
+    B, T, H, K = 3, 8, 2, 64
+    q, k, v = (jnp.asarray(rng.standard_normal((B, T, H, K)), jnp.float32) for _ in range(3))
+    log_decay = -jnp.asarray(rng.exponential(1.0, (B, T, H, K)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(size=(B, T, H)), jnp.float32)
+    state = jnp.asarray(rng.standard_normal((B, H, K, K)), jnp.float32)
+    rule = jax.jit(lambda *rows: gated_delta(*rows, keep="rows"))
+    out, states = rule(q, k, v, log_decay, beta, state)
+    for row in range(T):
+        one = slice(row, row + 1)
+        alone, after = rule(*(x[:, one] for x in (q, k, v, log_decay, beta)), state)
+        np.testing.assert_array_equal(alone[:, 0], out[:, row])
+        np.testing.assert_array_equal(after[:, 0], states[:, row])
+        state = after[:, 0]
