@@ -119,7 +119,11 @@ def make_spec_step(
     admit(
         "none" if drafter is None else getattr(drafter, "algorithm", "draft_lm"),
         memory=config.memory,
-        kinds={"full", *(spec.storage if spec.carries == POSITION else "state" for spec in (*target.layers, *lanes))},
+        kinds={
+            "full",
+            *(spec.storage for spec in (*target.layers, *lanes) if spec.carries == POSITION),
+            *(["state"] if target.has_state else []),
+        },
         mla=any(spec.carries == POSITION and spec.value_shape[1] == 0 for spec in target.layers),
         kpool=target.sparse is not None,
         fuses=bool(lanes),
