@@ -31,11 +31,11 @@ def share_out(pools, processors):
 
 def forward(
     out, seq_lens, req_rows, source, *, mode, rows, pool, topk, page, granularity="token", page_size=None,
-    v2p=None, limit=None, extend_lens=None, packed=False, zero_tail=False, anchor=None,
+    v2p=None, full_v2p=None, limit=None, extend_lens=None, packed=False, zero_tail=False, anchor=None,
 ):  # fmt: skip
     """Everything that a destination is there for; `page`: tokens of an attention page."""
     page_size = page_size or page
-    full = None if v2p is None else np.asarray(v2p)[:, 0]
+    full, _ = oracle.split_maps(v2p, full_v2p, None)
     end = 2**40 if limit is None else int(limit)
 
     def slot(b, position):
@@ -103,12 +103,47 @@ def forward(
                     table[r, c] = 0
 
     if out.get("positions") is not None:
-        options = {"page_size": page_size, "granularity": granularity, "v2p": v2p, "limit": limit}
+        options = {"page_size": page_size, "granularity": granularity, "full_v2p": full, "limit": limit}
         fields = {name: out[name] for name in ("virtual_loc", "full_loc", "positions", "anchor_ids")}
         oracle.window(fields, starts, req_rows, source, anchor=anchor, **options)
         for b in range(len(seq_lens) if mode == "draft_extend" else 0):
             for name in ("virtual_loc", "full_loc"):
                 out[name][b, int(extend_lens[b]) :] = 0
+
+
+def metadata(out, *args, mode, pool, page_size, **arguments):
+    """`forward` of pages of `page_size` tokens, which a table of attention pages splits in as many as a pool has."""
+    rows = out["positions"].shape[1] if mode in ("verify", "draft_extend") else 1
+    forward(out, *args, mode=mode, rows=rows, pool=pool, page=page_size // pool, page_size=page_size, **arguments)
+
+
+def append_tail(out, topk_result, seq_lens, pool_lens, *, pool, page_table=None):
+    """The tokens of selected pools, those behind the last closed pool, then -1."""
+    columns = topk_result.shape[1]
+    for r in range(len(seq_lens)):
+        closed, seen = int(pool_lens[r]), int(seq_lens[r])
+        row = [int(topk_result[r, c]) for c in range(pool * min(closed, columns // pool))]
+        for t in range(pool * closed, seen):
+            if page_table is not None:
+                t = int(page_table[r, t]) if t < page_table.shape[1] else 0
+            row.append(t)
+        out[r] = row + [-1] * (columns + pool - 1 - len(row))
+
+
+def ragged(
+    out, page_table, cu_pages_excl, pool_pages, cu_q_len_excl, q_len, pooled_seq_lens, *, pool, index_page_size=64
+):
+    """Index pages of the requests one behind the other, and the pools that each query row sees."""
+    for b, first in enumerate(map(int, cu_pages_excl)):
+        for i in range(pool_pages[b]):
+            if first + i < len(out["concat_page_table"]):
+                entry = page_table[b, i * pool] if i * pool < page_table.shape[1] else 0
+                out["concat_page_table"][first + i] = max(entry, 0) // pool
+        end = index_page_size * (first + int(pool_pages[b]))
+        for r in range(cu_q_len_excl[b], cu_q_len_excl[b] + q_len[b]):
+            if r < len(out["q_start"]):
+                out["q_start"][r] = index_page_size * first
+                out["q_end"][r] = min(index_page_size * first + int(pooled_seq_lens[r]), end)
 
 
 def tables(batch, rows, *, lines=None, height=None, page=64, pool=4, columns=0, processors=3, **absent):

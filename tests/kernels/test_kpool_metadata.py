@@ -42,9 +42,9 @@ def run(out, backend, **arguments):
 def expect(out, mode, **arguments):
     """What the oracle makes of a call."""
     expected, shape = kpool.sections(out), out.layout.kpool
-    options = {"rows": shape.rows, "pool": POOL, "topk": TOPK, "page": PAGE // POOL, "page_size": PAGE}
+    options = {"pool": shape.pool, "topk": TOPK, "page_size": PAGE, "zero_tail": True}
     arguments = {n: np.asarray(a) if isinstance(a, jax.Array) else a for n, a in arguments.items()}
-    kpool.forward(expected, mode=mode, zero_tail=arguments.pop("zero_tail", True), **options, **arguments)
+    kpool.metadata(expected, mode=mode, **(options | arguments))
     return expected
 
 
@@ -167,6 +167,23 @@ def test_decode_reads_what_precompute_reads_one_token_earlier(backend):
     for name in ("seqlens_expanded", "dsa_cache_seqlens", "real_page_table", "page_table", "pool_seqlens", "schedule"):
         np.testing.assert_array_equal(getattr(chain, name), getattr(decode, name), err_msg=name)
     np.testing.assert_array_equal(chain.write_start, decode.write_start + 1)
+
+
+@quick_backends
+@each_mode
+def test_pools_of_one_token_are_plain_selection(mode, backend):
+    """A row attends to min(E, K) tokens, scores each that it sees, and has no tail."""
+    arguments = call(mode)
+    out = kpool.packed(7, 6, 5, 1, lengths=6 if mode in ("verify", "draft_extend") else 1)
+    after = run(out, backend, **arguments, pool=1)
+    compare(after, expect(out, **arguments))
+    found = after.kpool()
+    seen = found.seqlens_expanded
+    assert (seen > TOPK).any()
+    np.testing.assert_array_equal(found.dsa_cache_seqlens, np.minimum(seen, TOPK))
+    np.testing.assert_array_equal(found.pool_seqlens, seen)
+    np.testing.assert_array_equal(found.tail_logical_start, found.write_start)
+    np.testing.assert_array_equal(found.real_page_table, found.page_table)
 
 
 def dead_tokens(arguments, out):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import kernel_cases as cases
+import kernel_kpool as kpool
 import numpy as np
 import pytest
 from kernel_cases import STALE, int32
@@ -16,16 +17,10 @@ quick_backends = pytest.mark.parametrize("backend", cases.QUICK)
 # kpool_append_tail ----------------------------------------------------------------------------------------------------
 
 
-def oracle_tail(topk_result, seq_lens, pool_lens, pool, page_table=None):
-    out = []
-    for r, picked in enumerate(topk_result.tolist()):
-        row = picked[: pool * min(int(pool_lens[r]), len(picked) // pool)]
-        for t in range(pool * int(pool_lens[r]), int(seq_lens[r])):
-            if page_table is not None:
-                t = page_table[r, t] if t < page_table.shape[1] else 0
-            row.append(int(t))
-        out.append(row + [-1] * (len(picked) + pool - 1 - len(row)))
-    return np.array(out).reshape(len(out), topk_result.shape[1] + pool - 1)
+def oracle_tail(topk_result, *rest, pool, **arguments):
+    out = np.empty((len(topk_result), topk_result.shape[1] + pool - 1), np.int32)
+    kpool.append_tail(out, topk_result, *rest, pool=pool, **arguments)
+    return out
 
 
 def tail_problem(lengths, K, pool, *, columns=None, seed=0):
@@ -77,6 +72,17 @@ def test_every_length(K, pool, backend):
     count = np.minimum(lengths // pool * pool, K) + lengths % pool
     found = append(arguments, pool, backend) >= 0
     np.testing.assert_array_equal(found, np.arange(found.shape[1]) < count[:, None])
+
+
+@quick_backends
+def test_pools_of_one_token_have_no_tail(backend):
+    """What is left is plain selection of tokens: the first min(E, K) columns, -1 behind."""
+    arguments = {
+        "topk_result": int32(*[[5, 2, 7, 1]] * 4),
+        "seq_lens": int32(0, 3, 4, 9),
+        "pool_lens": int32(0, 3, 4, 9),
+    }
+    assert append(arguments, 1, backend).tolist() == [[-1] * 4, [5, 2, 7, -1], [5, 2, 7, 1], [5, 2, 7, 1]]
 
 
 @each_backend
@@ -171,18 +177,6 @@ def test_tail_refused(change, message):
 # kpool_ragged_layout --------------------------------------------------------------------------------------------------
 
 
-def oracle_ragged(out, page_table, cu_pages_excl, pool_pages, cu_q_len_excl, q_len, pooled_seq_lens, pool, page):
-    for b, first in enumerate(cu_pages_excl.tolist()):
-        for i in range(pool_pages[b]):
-            if first + i < len(out["concat_page_table"]):
-                entry = page_table[b, i * pool] if i * pool < page_table.shape[1] else 0
-                out["concat_page_table"][first + i] = max(entry, 0) // pool
-        for r in range(cu_q_len_excl[b], cu_q_len_excl[b] + q_len[b]):
-            if r < len(out["q_start"]):
-                out["q_start"][r] = page * first
-                out["q_end"][r] = min(page * first + pooled_seq_lens[r], page * (first + pool_pages[b]))
-
-
 def ragged_problem(pages, rows, columns, *, pool=4, total_rows=None, seed=0):
     rng = np.random.default_rng(seed)
     pages, rows = int32(*pages), int32(*rows)
@@ -204,7 +198,7 @@ def check_ragged(arguments, backend, *, pool=4, page=64, places=None):
     places = int(arguments["pool_pages"].sum()) if places is None else places
     out = ragged_out(places, len(arguments["pooled_seq_lens"]))
     expected = cases.to_dict(out)
-    oracle_ragged(expected, **arguments, pool=pool, page=page)
+    kpool.ragged(expected, **arguments, pool=pool, index_page_size=page)
     options = {"pool": pool, "index_page_size": page, "backend": backend}
     cases.assert_equal(cases.run(kpool_ragged_layout, out, **arguments, **options), expected)
 
@@ -290,7 +284,7 @@ def test_ragged_views_and_wide_integers(backend):
     places |= {"page_table": ("t", 20, 24, (20, 1)), "pooled_seq_lens": ("s", None, 4, (3,))}
     out = ragged_out(6, 7)
     expected = cases.to_dict(out)
-    oracle_ragged(expected, **arguments, pool=4, page=64)
+    kpool.ragged(expected, **arguments, pool=4)
     held = {"concat_page_table": ("o", None, 2, (4,)), "q_start": ("o", None, 3, (4,)), "q_end": ("o", None, 5, (4,))}
     views, want = cases.in_buffers(out._asdict(), held), cases.in_buffers(expected, held)
     call = cases.in_buffers(arguments, places) | {"pool": 4, "backend": backend}
