@@ -205,20 +205,28 @@ def read_chain(
 ) -> DecodeMetadata:
     """The metadata in a buffer that `write_chain` has written, or in a copy of it."""
     tables, fields = packed.decode_tables(), _Fields(kpool, packed, req_rows, page_size, limit)
+    window = _window(packed, page_rows)
+    pools = fields.build(
+        visible=jnp.minimum(seq_lens, limit)[:, None],
+        start=seq_lens,
+        cache_seqlens=seq_lens,
+        count=jnp.zeros_like(seq_lens),
+    )
+    if not kpool.fused:
+        # A table of L tokens lacks the page that the row at L opens; the window has its first slot.
+        opened = unmarked(window.full_loc, "full")[:, :1] // kpool.pool
+        plan = pools.write_plan
+        write_loc = jnp.where((seq_lens % page_size == 0)[:, None], opened, plan.write_loc)
+        pools = pools.replace(write_plan=plan.replace(write_loc=write_loc))
     return DecodeMetadata(
         cache_seqlens=tables.cache_seqlens,
         cu_seqlens_k=tables.cu_seqlens_k,
         page_table=marked(tables.page_table, "full", page_rows),
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
-        window=_window(packed, page_rows),
+        window=window,
         logit_rows=None,
         state_slots=state_slots,
-        kpool=fields.build(
-            visible=jnp.minimum(seq_lens, limit)[:, None],
-            start=seq_lens,
-            cache_seqlens=seq_lens,
-            count=jnp.zeros_like(seq_lens),
-        ),
+        kpool=pools,
     )
 
 
