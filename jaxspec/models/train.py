@@ -369,10 +369,11 @@ def train(
         shutil.copyfile(corpus / "tokenizer_config.json", out / "tokenizer_config.json")
         (out / "generation_config.json").write_text(json.dumps({"eos_token_id": END_OF_TEXT_ID}) + "\n")
 
+    start = fresh()  # takes its time, which is not training's
     budget = Budget(steps, max(until - time.time(), 1.0) if until is not None else seconds)
     bytes_per_token = manifest["bytes_per_token"]
     state, curve, finished = fit(
-        dispatch, fresh(), teacher_params, data, settings, budget,
+        dispatch, start, teacher_params, data, settings, budget,
         bytes_per_token=bytes_per_token, keep=keep, schedule=schedule, report=report,
     )  # fmt: skip
     keep(state.params)
