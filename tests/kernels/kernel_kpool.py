@@ -52,8 +52,8 @@ def forward(
         for j in range(new if packed else rows):
             seen = {"decode": length, "mtp_precompute": length, "verify": length + j + 1}.get(mode)
             if seen is None:
-                seen = max(length - new + j + 1, 0) if j < new else 0
-            lines.append((b, min(seen, end)))
+                seen = max(length - new + j + 1, 0)
+            lines.append((b, min(seen, end) if j < new else 0))
 
     def write(name, values):
         if out.get(name) is not None:

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_kpool as kpool
 import kernel_oracle as oracle
 import numpy as np
 import quick_compile
@@ -17,11 +18,17 @@ from numpy.lib.stride_tricks import as_strided
 import pallas_kernels
 from pallas_kernels import (
     DecodeTables,
+    KPoolShape,
     MetadataLayout,
     PackedMetadata,
+    RaggedLayout,
     View,
     WindowBuffers,
     checked,
+    kpool_lengths,
+    kpool_places,
+    kpool_selection,
+    kpool_tables,
     streams,
     tables,
     window,
@@ -30,7 +37,8 @@ from pallas_kernels import (
 STALE = -7  # in every cell of a destination before a call
 WINDOW = ("virtual_loc", "full_loc", "swa_loc", "positions", "anchor_ids")
 DECODE = ("cache_seqlens", "cu_seqlens_k", "page_table", "swa_page_table")
-TABLES = ("source", "v2p", "full_v2p", "swa_v2p", "full_to_swa")
+TABLES = ("source", "v2p", "full_v2p", "swa_v2p", "full_to_swa", "topk_result", "page_table")
+POOLED = tuple(f"kpool_metadata, {mode}" for mode in ("decode", "verify", "draft_extend", "mtp_precompute"))
 ORACLES = {
     "decode_metadata": oracle.decode,
     "decode_lengths": oracle.lengths,
@@ -39,12 +47,16 @@ ORACLES = {
     "kv_read_stream": oracle.read_stream,
     "draft_write_window": oracle.window,
     "extend_cache_locs": oracle.extend_locs,
+    **dict.fromkeys(POOLED, kpool.metadata),
+    "kpool_append_tail": kpool.append_tail,
+    "kpool_ragged_layout": kpool.ragged,
 }
 OUTPUTS = {  # the others have one, `out`
     "decode_metadata": DECODE,
     "decode_lengths": DECODE[:2],
     "draft_extend_metadata": (*DECODE, "cu_seqlens_q"),
     "draft_write_window": WINDOW,
+    "kpool_ragged_layout": RaggedLayout._fields,
 }
 
 
@@ -80,6 +92,11 @@ class Shape:
         """Tokens of a row of the request table."""
         return self.source[1] * (self.page_size if self.granularity == "page" else 1)
 
+    @property
+    def pool(self) -> int:
+        """Tokens of a pool."""
+        return min(self.page_size, 4)
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -108,6 +125,7 @@ class Plan:
 
     def __init__(self, operation: str, shape: Shape):
         self.operation, self.shape = operation, shape
+        self.function, _, mode = operation.partition(", ")
         self.buffers: dict[str, tuple[int, ...]] = {}
         self.inputs: dict[str, Place] = {}
         self.static = {"page_size": shape.page_size, "granularity": shape.granularity, "zero_tail": shape.zero_tail}
@@ -131,9 +149,20 @@ class Plan:
                 takes |= {"start": B, "anchor": B, "limit": one}
             case "extend_cache_locs":
                 takes |= {"start": B, "end": B}
+            case "kpool_append_tail":
+                takes = {"topk_result": (shape.B, 6 * shape.pool), "seq_lens": B, "pool_lens": B}
+                takes |= {} if shape.form == "arrays" else {"page_table": (shape.B, shape.P * shape.page_size)}
+                self.static = {"pool": shape.pool}
+            case "kpool_ragged_layout":
+                takes = {"page_table": (shape.B, shape.P * shape.pool), "pooled_seq_lens": (shape.N,)}
+                takes |= dict.fromkeys(("cu_pages_excl", "pool_pages", "cu_q_len_excl", "q_len"), B)
+                self.static = {"pool": shape.pool, "index_page_size": shape.page_size}
+            case _:
+                takes |= {"seq_lens": B, "anchor": B, "limit": one} | ({"extend_lens": B} if "extend" in mode else {})
+                self.static |= {"mode": mode, "pool": shape.pool, "topk": 6 * shape.pool}
         if "page_table" in OUTPUTS.get(operation, ()) or operation == "kv_read_table":
             self.static["max_pages"] = shape.max_pages
-        else:
+        elif operation not in POOLED:
             self.static.pop("zero_tail", None)
         for name, size in takes.items():
             self.inputs[name] = self._input(name, size)
@@ -143,7 +172,7 @@ class Plan:
     @property
     def has_swa(self) -> bool:
         by_token = self.shape.maps == "tokens" and self.operation != "draft_write_window"
-        return self.shape.maps in ("pages", "pair") or by_token
+        return self.operation not in POOLED and (self.shape.maps in ("pages", "pair") or by_token)
 
     def _input(self, name: str, shape: tuple) -> Place:
         parts = {"wide": _beside, "strided": _apart}.get(self.shape.form)
@@ -154,7 +183,7 @@ class Plan:
         return place
 
     def _place_maps(self) -> None:
-        shape, tables = self.shape, self.operation not in ("decode_lengths", "extend_cache_locs")
+        shape, tables = self.shape, "source" in self.inputs and self.operation != "extend_cache_locs"
         pages, fewer, tokens = (shape.NV,), (max(shape.NV - 2, 1),), (max(shape.NV * shape.page_size - 3, 1),)
         if not tables or shape.maps == "identity":
             return
@@ -168,7 +197,7 @@ class Plan:
             return
         sizes = {
             "full": {"full_v2p": pages},
-            "pages": {"full_v2p": pages, "swa_v2p": fewer},
+            "pages": {"full_v2p": pages} | ({"swa_v2p": fewer} if self.has_swa else {}),
             "pair": {"v2p": (shape.NV, 2)},
             "tokens": {"full_to_swa": tokens} if self.has_swa else {},
         }[shape.maps]
@@ -179,10 +208,17 @@ class Plan:
         table, window = (shape.B, shape.P), (shape.B, shape.D)
         sizes = {"cache_seqlens": (shape.B,), "cu_seqlens_k": (shape.B + 1,), "cu_seqlens_q": (shape.B + 1,)}
         sizes |= {"page_table": table, "swa_page_table": table} | dict.fromkeys(WINDOW, window)
-        sizes["out"] = table if operation == "kv_read_table" else (shape.N,)
+        sizes |= dict.fromkeys(("out", *RaggedLayout._fields), (shape.N,))
+        if operation in ("kv_read_table", "kpool_append_tail"):
+            sizes["out"] = table if operation == "kv_read_table" else (shape.B, 7 * shape.pool - 1)
         names = [n for n in OUTPUTS.get(operation, ("out",)) if self.has_swa or not n.startswith("swa_")]
-        if shape.form == "packed" and names != ["out"]:
+        if operation in POOLED:
+            rows = shape.D if self.static["mode"] in ("verify", "draft_extend") else 1
+            self.layout = MetadataLayout(shape.B, shape.D, shape.P, False, KPoolShape(shape.pool, rows, sms=12))
+            names = [n for n in self.layout.sections if n != "cu_seqlens_q" or "extend_lens" in self.inputs]
+        elif shape.form == "packed" and set(names) <= {*OUTPUTS["draft_extend_metadata"], *WINDOW}:
             self.layout = MetadataLayout(shape.B, shape.D, shape.P, self.has_swa)
+        if self.layout is not None:
             self.buffers["packed"] = (self.layout.size,)
             sections = {name: self.layout.sections[name] for name in names}
             self.outputs = {n: Place("packed", s.shape, s.offset, s.strides) for n, s in sections.items()}
@@ -203,9 +239,10 @@ class Plan:
         elif list(out) == ["out"]:
             (out,) = out.values()
         else:
-            kind = WindowBuffers if "positions" in out else DecodeTables
+            kinds = {"kpool_ragged_layout": RaggedLayout, "draft_write_window": WindowBuffers}
+            kind = kinds.get(self.function, DecodeTables)
             out = kind(**dict.fromkeys(kind._fields) | out)
-        result = getattr(pallas_kernels, self.operation)(**arguments, out=out, **self.static, backend=backend)
+        result = getattr(pallas_kernels, self.function)(**arguments, out=out, **self.static, backend=backend)
         if self.layout is not None:
             return {"packed": result.buffer}
         fields = result._asdict() if isinstance(result, tuple) else {"out": result}
@@ -273,7 +310,24 @@ class Problem:
     @staticmethod
     def _input(name: str, shape: Shape, contents: dict, rng, size: tuple):
         spans, starts = contents["spans"], np.maximum(contents["starts"], 0)
+        if name in ("topk_result", "page_table"):  # whose rows belong to requests, and move with them
+            column = np.arange(size[1])
+            return (contents["lengths"][:, None] * 31 + column * 7) % 1009 - 5
         match name:
+            case "pool_lens":
+                return contents["lengths"] // shape.pool
+            case "pool_pages":
+                return spans
+            case "q_len":
+                return starts
+            case "cu_pages_excl":
+                return np.cumsum(spans) - spans
+            case "cu_q_len_excl":
+                return np.cumsum(starts) - starts
+            case "pooled_seq_lens":
+                return rng.integers(0, 3 * shape.N, size)
+            case "extend_lens":
+                return np.minimum(spans, shape.D)
             case "seq_lens":
                 return contents["lengths"]
             case "req_rows":
@@ -338,6 +392,8 @@ class Problem:
         """What each request has in the destinations; None where a stream is cut off inside it."""
         cells = {name: place.cells(after) for name, place in self.plan.outputs.items()}
         B = self.plan.shape.B
+        if self.plan.operation == "kpool_ragged_layout":
+            return [None] * B
         if self.plan.operation in ("kv_read_stream", "extend_cache_locs"):
             out, sizes = cells["out"], np.maximum(self.contents["spans"], 0)
             first = self.contents["delta"]
@@ -346,7 +402,7 @@ class Problem:
             ends = first + np.cumsum(sizes)
             parts = [out[end - size : end].tolist() for end, size in zip(ends, sizes, strict=True)]
             return [part if end <= len(out) else None for part, end in zip(parts, ends, strict=True)]
-        each = [x for x in cells.values() if len(x) == B]  # without prefix sums
+        each = [x for name, x in cells.items() if len(x) == B and name != "schedule"]  # without prefix sums
         return [[x[b].tolist() for x in each] for b in range(B)]
 
     def permuted(self, order: np.ndarray) -> "Problem":
@@ -373,8 +429,7 @@ def ordinary(operation: str, shape: Shape, seed: int) -> Problem:
 def tiny_blocks(monkeypatch) -> None:
     """Blocks of 4 lanes and 3 programs: small checked problems take every turn of every loop that large ones take."""
     monkeypatch.setattr(checked.CheckedLanes, "least", 4)
-    for module in (tables, streams):
-        monkeypatch.setattr(module, "PROGRAMS", 3)
-        monkeypatch.setattr(module, "HEAD_LANES", 4)
-    for module in (tables, streams, window):
-        monkeypatch.setattr(module, "BLOCK", 4)
+    sizes = {"PROGRAMS": 3, "HEAD_LANES": 4, "BLOCK": 4, "COLUMNS": 4}
+    for module in (tables, streams, window, kpool_lengths, kpool_places, kpool_selection, kpool_tables):
+        for name in sizes.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, sizes[name])

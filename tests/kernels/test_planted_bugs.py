@@ -6,10 +6,15 @@ import dataclasses
 import kernel_problems as problems
 import numpy as np
 import pytest
-from kernel_problems import ORACLES, STALE, Shape
+from kernel_problems import ORACLES, POOLED, STALE, Shape
 from kernel_small import Small, run_small
 
-from pallas_kernels import KernelFault, checked, streams, tables, window
+from pallas_kernels import KernelFault, checked, kpool_selection, kpool_tables, streams, tables, window
+from pallas_kernels.fused import Fused
+from pallas_kernels.kpool_lengths import RowLengths, Schedule, Span
+from pallas_kernels.kpool_places import WritePlan
+from pallas_kernels.kpool_slots import Slots
+from pallas_kernels.kpool_tables import PageTables
 from pallas_kernels.operands import PageMap, Source
 from pallas_kernels.views import Section
 
@@ -131,7 +136,8 @@ def _store_patched(change):
     real = Section.store
 
     def store(self, lanes, refs, coordinates, value, mask=None):
-        real(self, lanes, refs, *change(lanes, coordinates, value, mask))
+        changed = (coordinates, value, None) if mask is None else change(lanes, coordinates, value, mask)
+        real(self, lanes, refs, *changed)
 
     return store
 
@@ -156,45 +162,80 @@ def _peek(real, self, lanes, program, ins, outs):
     lanes.loop(0, place.shape[0], lambda i, _: place.load(lanes, outs, (i, 0)[: len(place.shape)]) and None)
 
 
+def _piece_without_end(piece, first, lanes, program, ins, outs):
+    lanes.when(program >= first, lambda: piece.body(lanes, program - first, ins, outs))
+
+
+def _part_of_the_finest(self, lanes, ins, name, row, cached, block):
+    table, shift = self.destination[name], self.tables[name]
+    column = (lanes.iota(kpool_tables.BLOCK) + block * kpool_tables.BLOCK) >> shift - self.step
+    return table, column, column * 0, column < table.shape[1]
+
+
+def _longer_history(self, xp, length, pools, column, real=kpool_selection.AppendTail._place):
+    history, *rest = real(self, xp, length, pools, column)
+    return history + 1, *rest
+
+
+def _span_without_limit(self, lanes, ins, b, j, mask, real=Span.load):
+    return real(dataclasses.replace(self, limit=None), lanes, ins, b, j, mask)
+
+
+def _found_at_page_start(self, xp, entry, offset, physical, live, real=Slots._found):
+    slot, virtual = real(self, xp, entry, offset, physical, live)
+    return xp.where(slot < 0, slot, slot - offset), virtual
+
+
+def _position_without_limit(self, xp, pool, live, limit, real=WritePlan._position):
+    return real(self, xp, pool, live, None)
+
+
+def _stride_without_last(self, lanes, split, first, count, write, real=kpool_selection.LayRagged._stride):
+    real(self, lanes, split, first, count - 1, write)
+
+
 TABLES = {"decode_metadata", "draft_extend_metadata", "kv_read_table"}
 STREAMS = {"kv_read_stream", "extend_cache_locs"}
 WINDOWS = {"draft_write_window"}
 READERS = TABLES | STREAMS | WINDOWS  # of the request table
+POOLS = {*POOLED[1:3]}  # verify and draft extend have all that the other modes have
+RAGGED = {"kpool_ragged_layout"}
+OPERATIONS = [name for name in ORACLES if name not in {*POOLED} - POOLS]
 KINDS = (tables.Tables, streams.Stream, window.Window)
 # name: (operations that have the spot, what to replace, the fault)
 BUGS = {
     "no bound on the table's columns": (
-        READERS,
+        READERS | POOLS,
         [(Source, "load", _source_without_bounds)],
         "load out of range of source",
     ),
     "no mask on the table's load": (
-        READERS,
+        READERS | POOLS,
         [(Source, "load", _source_of_every_lane)],
         "load of dead cells of source",
     ),
     "a request row as it comes": (
-        READERS,
+        READERS | POOLS,
         [(Source, "row", lambda self, xp, row: row)],
         "load out of range of source",
     ),
     "-1 in place of the sink row": (
-        READERS,
+        READERS | POOLS,
         [(Source, "row", lambda self, xp, row: xp.where((row >= 0) & (row < self.place.shape[0]), row, -1))],
         "load out of range of source.*: .-1,",
     ),
     "no bound on the map": (
-        TABLES | WINDOWS | {"kv_read_stream"},
+        TABLES | WINDOWS | POOLS | {"kv_read_stream"},
         [(PageMap, "load", _map_without_bounds)],
         "load out of range of (v2p|full_v2p|swa_v2p)",
     ),
     "no mask on the stores": (
-        set(ORACLES),
+        set(OPERATIONS),
         [(Section, "store", _store_patched(lambda lanes, at, value, mask: (at, value, mask | True)))],
         "store out of range of out|store to cells another program wrote",
     ),
     "a vector stored without mask": (
-        set(ORACLES),
+        set(OPERATIONS),
         [(Section, "store", _store_patched(lambda lanes, at, value, mask: (at, value, None)))],
         "a vector of lanes needs a mask",
     ),
@@ -210,7 +251,7 @@ BUGS = {
         "store by several lanes of out",
     ),
     "masked lanes sent to cell 0": (
-        set(ORACLES),
+        set(OPERATIONS) - {"kpool_append_tail"},  # whose last vector, which has some, writes other cells
         [
             (
                 Section,
@@ -242,6 +283,36 @@ BUGS = {
         [(streams.Stream, "_sum_before", lambda self, lanes, b, ins: b * 0)],
         "store to cells another program wrote",
     ),
+    "pieces without a last program": (
+        POOLS,
+        [(Fused, "_run", staticmethod(_piece_without_end))],
+        "out of range|another program (wrote|read)",
+    ),
+    "a coarse table in lanes of the finest": (
+        POOLS,
+        [(PageTables, "_part", _part_of_the_finest)],
+        "store by several lanes of out",
+    ),
+    "no end of the places": (
+        RAGGED,
+        [(kpool_selection.LayRagged, "sizes", property(lambda self: (1000, 1000)))],
+        "load of dead cells of page_table|out of range",
+    ),
+    "a row that reads the next one's selection": (
+        {"kpool_append_tail"},
+        [(kpool_selection.AppendTail, "_place", _longer_history)],
+        "load (out of range|of dead cells) of topk_result",
+    ),
+}
+# name: (operations, what to replace). No access is wrong, but a result is.
+WRONG = {
+    "sums of a chunk forgotten": (POOLS, [(RowLengths, "_add", staticmethod(lambda total, more: more))]),
+    "a limit forgotten": ({POOLED[1]}, [(Span, "load", _span_without_limit)]),
+    "a slot without its place in the page": (POOLS, [(Slots, "_found", _found_at_page_start)]),
+    "a plan past the limit": (POOLS, [(WritePlan, "_position", _position_without_limit)]),
+    "a processor forgotten": (POOLS, [(Schedule, "processors", property(lambda self: 11))]),
+    "0 in place of nothing": ({"kpool_append_tail"}, [(kpool_selection, "NOTHING", 0)]),
+    "the last place forgotten": (RAGGED, [(kpool_selection.LayRagged, "_stride", _stride_without_last)]),
 }
 # Wider than its source, in pages that are smaller than a tiny block.
 PLANTED = Shape(5, 3, 6, 43, (4, 5), 9, 2, "page", "pages", "arrays", zero_tail=False)
@@ -255,24 +326,41 @@ def planted_problems(operation):
             yield problem
 
 
-@pytest.mark.parametrize("operation", ORACLES)
+def each_spot(bugs):
+    """Each bug in each operation that it can be planted in."""
+    return pytest.mark.parametrize(
+        ("bug", "operation"), [(bug, o) for bug in bugs for o in OPERATIONS if o in bugs[bug][0]]
+    )
+
+
+def plant(monkeypatch, changes):
+    problems.tiny_blocks(monkeypatch)
+    for kind, name, change in changes:
+        monkeypatch.setattr(kind, name, change)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_checked_passes_ordinary_inputs(operation, monkeypatch):
     problems.tiny_blocks(monkeypatch)
     for problem in planted_problems(operation):
         problem.check("checked")
 
 
-@pytest.mark.parametrize(
-    ("bug", "operation"), [(bug, name) for bug in BUGS for name in ORACLES if name in BUGS[bug][0]]
-)
+@each_spot(BUGS)
 def test_checked_stops_a_bug_planted_in_an_operation(bug, operation, monkeypatch):
     """On one of the same inputs."""
-    problems.tiny_blocks(monkeypatch)
     _, changes, message = BUGS[bug]
-    for kind, name, change in changes:
-        monkeypatch.setattr(kind, name, change)
+    plant(monkeypatch, changes)
     with pytest.raises(KernelFault, match=message):
         collections.deque((problem.run("checked") for problem in planted_problems(operation)), maxlen=0)
+
+
+@each_spot(WRONG)
+def test_the_oracle_finds_a_bug_planted_in_an_operation(bug, operation, monkeypatch):
+    """On one of the same inputs, too."""
+    plant(monkeypatch, WRONG[bug][1])
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        collections.deque((problem.check("checked") for problem in planted_problems(operation)), maxlen=0)
 
 
 def test_interpretation_is_right_with_a_bug_that_a_gpu_may_crash_on(monkeypatch):
