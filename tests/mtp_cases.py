@@ -140,7 +140,7 @@ class Reference:
 
             return jax.lax.scan(one, (ids, hidden), jnp.arange(3))[1].T
 
-        def by_depth(params, tokens, start, shifted):
+        def by_depth(params, tokens, first, start, shifted):
             (_, hidden), row = follow(params.target, tokens), jnp.arange(T)
             shifted, drafts = [*shifted], []
             for depth in range(blocks):
@@ -149,7 +149,7 @@ class Reference:
                 for more in range(
                     depth + 1, blocks
                 ):  # the token at start + 1 + depth, which row p sees as p + 1 + more
-                    guess = row == (start + depth - more)[:, None]
+                    guess = (row == (start + depth - more)[:, None]) & (row >= first)
                     shifted[more] = jnp.where(guess, drafts[-1][:, None], shifted[more])
             return jnp.stack(drafts, axis=1), jnp.stack(shifted)
 
@@ -195,7 +195,7 @@ class Reference:
             for depth in range(blocks):
                 shifted[depth, 0, first:end] = np.roll(tokens[0], -1 - depth)[first:end]
             start = np.full(self.LANES, end, np.int32)
-            drafts, after = jax.device_get(self._by_depth(self.params, tokens, start, shifted))
+            drafts, after = jax.device_get(self._by_depth(self.params, tokens, first, start, shifted))
             found.append(drafts[0].tolist())
             shifted, first = after.copy(), end
         return found
