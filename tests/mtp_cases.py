@@ -6,6 +6,9 @@ import dataclasses
 import functools
 
 import jax
+
+# jax 0.11 imports it when a kernel is first interpreted, and then compiles all programs anew: better before them.
+import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 import numpy as np
 from hybrid_cases import live_slots, running_rows, state_places
