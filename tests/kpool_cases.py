@@ -16,7 +16,7 @@ from jaxspec.cache import KPoolSpec, PoolCache
 
 POOL, TOPK, NEW, CHUNK = 4, 16, 24, 20
 WIDTH, HEADS, INDEX_DIM, INDEX_HEADS, LATENT = 32, 2, 16, 2, 16
-EDGES = (1, 2, 3, 4, 5, 7, 8, 9, TOPK, TOPK + 5, CHUNK, 64)  # around pools, topk, chunks and pages
+EDGES = (1, 2, 3, 4, 5, 7, 8, 9, TOPK, TOPK + 5, CHUNK, 64, CONTEXT - 9)  # around pools, topk, chunks, pages, the end
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,7 +188,7 @@ BIG = 64 * POOL  # tokens of a page that fused metadata take
 def test_fused_metadata_equal_ordinary_ones(backend):
     """Every field, over rounds with other lengths, rows and pages, into buffers full of wild ids."""
     rng = np.random.default_rng(0)
-    lengths = [[0, 64, 255], [1, 127, 256], [3, 130, 260], [249, 2047, 2045], [256, 5, 0]]
+    lengths = [[0, 64, 255], [1, 255, 256], [3, 130, 260], [249, 2047, 2045], [256, 5, 0]]
     pages, limit = 8, 2048
     shape = SHAPE | {"pages_per_row": pages}
     wild = jnp.int32(2**30)
@@ -218,6 +218,11 @@ def test_fused_metadata_equal_ordinary_ones(backend):
             n, q, r, t, m, packed, count=c, kpool=kpool, **settings
         )
     )
+    prompt = both(
+        lambda n, q, r, t, m, packed, kpool: draft_extend_metadata(
+            n, q, r, t, m, packed, kpool=kpool, page_size=BIG, backend=backend
+        )
+    )
     for nth, length in enumerate(lengths):
         page_rows[1:] = 1 + rng.permutation((B + 1) * pages).reshape(B + 1, pages)
         v2p = np.zeros(((B + 1) * pages + 1, 2), np.int32)
@@ -230,10 +235,16 @@ def test_fused_metadata_equal_ordinary_ones(backend):
         lanes = jnp.asarray(rows, jnp.int32)
         new = np.where(rows > 0, rng.integers(0, D + 1, B), 0).astype(np.int32)
         kept = rng.integers(0, new + 1).astype(np.int32)
+        if nth == 1:
+            new[1:] = 1, 0  # up to the end of a page, and nothing behind it
+            kept = np.minimum(kept, new)
+        fits = np.minimum(new, limit - length)
         for ordinary, fused in (
             verify(jnp.asarray(length), lanes, *tables),
             extend(jnp.asarray(length), jnp.asarray(new), jnp.asarray(kept), lanes, *tables),
+            prompt(jnp.asarray(length), jnp.asarray(fits), lanes, *tables),
         ):
+            np.testing.assert_array_equal(ordinary.cu_seqlens_k, [0, *np.cumsum(ordinary.cache_seqlens)])
             assert ordinary.kpool.pooled_page_table.shape == (B, pages)
             for (path, left), right in zip(
                 jax.tree_util.tree_leaves_with_path(ordinary), jax.tree.leaves(fused), strict=True

@@ -273,6 +273,20 @@ def test_a_round_compiled_for_sm_90(capsys, monkeypatch, tmp_path):
     assert "H200" in result["basis"]["compiled"] and "compiled for NVIDIA H200" in err
 
 
+def test_a_fused_round_compiled_for_sm_90(capsys, monkeypatch, folder):
+    """The compiled program has one metadata kernel a forward, and what is left around it is less than without."""
+    if reason := aot.missing():
+        pytest.skip(reason)
+    quick = {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+    monkeypatch.setattr(aot, "compile_lowered", functools.partial(aot.compile_lowered, **quick))
+    status, result, _ = run(capsys, f"--model={folder / 'glm'}", *SIZES, "--compiled=yes")
+    assert status == 0
+    ordinary, fused = (arm["compiled"]["metadata"] for arm in result["arms"])
+    print(ordinary, fused)
+    assert all(fused[phase] >= 1 for phase in ("draft", "verify", "extend"))
+    assert sum(fused.values()) < sum(ordinary.values())
+
+
 # What is refused
 
 

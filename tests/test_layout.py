@@ -150,7 +150,7 @@ def layer(draw, storages=("full", "swa")):
     window = draw(st.integers(1, 40)) if storage == "swa" else draw(st.sampled_from([None, 5]))
     heads, width, value = draw(HEADS), draw(WIDTHS), draw(st.none() | st.just(0) | WIDTHS)
     if storage == "full" and draw(st.booleans()):
-        pool, index_dim = draw(st.sampled_from([2, 4])), draw(st.sampled_from([16, 32, 48, 128]))
+        pool, index_dim = draw(st.sampled_from([2, 4])), draw(st.sampled_from([16, 32, 64, 128]))
         return KPoolSpec(heads, width, value_dim=value, pool=pool, index_dim=index_dim).with_rows(
             draw(st.integers(1, 9))
         )

@@ -67,7 +67,8 @@ def attend_pooled(
       stored; and the selection. A row with nothing to attend to gives zeros.
 
     Raises:
-      TypeError: the layer is of another kind, or the metadata were built for a model without such layers.
+      TypeError: the layer is of another kind, or the metadata were built for a model without such layers, or for other
+        ones.
 
     Source: the compressed sparse attention of GLM-5.3-Flash (KPool) as served by SGLang 0.5.23.
     """
@@ -77,6 +78,13 @@ def attend_pooled(
     if metadata.kpool is None:
         raise TypeError("metadata.kpool is None: they were built for a model without sparse layers")
     kpool, B, D = metadata.kpool, *q.shape[:2]
+    if (spec.pool, spec.topk) != (kpool.pool, kpool.topk):
+        raise TypeError(
+            f"layer {layer} has (pool, topk) = {(spec.pool, spec.topk)}, the metadata were built for "
+            f"{(kpool.pool, kpool.topk)}: a forward has one pair"
+        )
+    if metadata.state_slots is None:
+        raise TypeError("metadata.state_slots is None: a sparse layer has a ring a request; give their slots")
     table = unmarked(metadata.page_table, "full")
     v = jnp.zeros((*k.shape[:3], 0), k.dtype) if v is None else v
     cache = cache.write(layer, unmarked(metadata.window.full_loc, "full"), k, v)

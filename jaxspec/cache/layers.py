@@ -97,7 +97,7 @@ class KPoolSpec(LayerSpec):
     Attributes:
       pool: p, tokens an index key stands for, a power of two; with 1 a query picks single tokens, and there is no tail.
       topk: tokens a query looks at, those behind the last whole pool not counted: a multiple of `pool`.
-      index_dim: X, width of an index key, a multiple of 16.
+      index_dim: X, width of an index key, a power of two, at least 16.
       ring: rows of the ring: p and one for each row of a forward, so that no row takes the place of one that a pool is
         still to be made of. 0 where no step has said yet how many those are.
 
@@ -123,10 +123,10 @@ class KPoolSpec(LayerSpec):
             raise ValueError(f"pool={self.pool}: must be a power of two, to divide a page")
         if self.topk < self.pool or self.topk % self.pool:
             raise ValueError(f"topk={self.topk}: tokens are picked by whole pools; choose a multiple of {self.pool}")
-        if self.index_dim < 16 or self.index_dim % 16:
+        if self.index_dim < 16 or self.index_dim & (self.index_dim - 1):
             raise ValueError(
-                f"index_dim={self.index_dim}: a key has a byte an element and starts at a multiple of 16 bytes; choose "
-                "a multiple of 16"
+                f"index_dim={self.index_dim}: keys go through a Hadamard transform, and have a byte an element; "
+                "choose a power of two, at least 16"
             )
         if self.ring and self.ring <= self.pool:
             raise ValueError(

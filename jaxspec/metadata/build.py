@@ -98,12 +98,11 @@ def verify_metadata(
         packed = decode_metadata(seq_lens, req_rows, virtual, packed, seq_len_delta=D, zero_tail=True, **maps)
         packed = draft_write_window(seq_lens, req_rows, virtual, packed, anchor=anchor, limit=limit, **maps)
     tables, row = packed.decode_tables(), jnp.arange(D, dtype=jnp.int32)
-    # Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
-    lengths = jnp.minimum(tables.cache_seqlens, limit)
+    lengths, sums = _cut(tables.cache_seqlens, limit)
     fields = _Fields(kpool, packed, req_rows, page_size, limit)
     metadata = VerifyMetadata(
         cache_seqlens=lengths,
-        cu_seqlens_k=jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
+        cu_seqlens_k=sums,
         page_table=marked(tables.page_table, "full", page_rows),
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
         window=_window(packed, page_rows),
@@ -112,7 +111,7 @@ def verify_metadata(
         kpool=fields.build(
             visible=jnp.minimum(seq_lens[:, None] + 1 + row, limit),
             start=seq_lens,
-            cache_seqlens=seq_lens + D,
+            cached=seq_lens + D,
             count=jnp.where(req_rows > 0, jnp.clip(limit - seq_lens, 0, D), 0),
         ),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
@@ -163,11 +162,14 @@ def draft_extend_metadata(
     row = jnp.arange(packed.layout.D, dtype=jnp.int32)
     real = row < extend_lens[:, None]
     end = 2**31 - 1 if limit is None else limit
+    lengths, sums = tables.cache_seqlens, tables.cu_seqlens_k
+    if limit is not None:
+        lengths, sums = _cut(lengths, limit)
     fields = _Fields(kpool, packed, req_rows, page_size, end)
 
     metadata = DraftExtendMetadata(
-        cache_seqlens=tables.cache_seqlens if limit is None else jnp.minimum(tables.cache_seqlens, limit),
-        cu_seqlens_k=tables.cu_seqlens_k,
+        cache_seqlens=lengths,
+        cu_seqlens_k=sums,
         page_table=marked(tables.page_table, "full", page_rows),
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
         window=jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions),
@@ -176,7 +178,7 @@ def draft_extend_metadata(
         kpool=fields.build(
             visible=jnp.where(real, jnp.minimum(seq_lens[:, None] + 1 + row, end), 0),
             start=seq_lens,
-            cache_seqlens=ends,
+            cached=ends,
             count=jnp.minimum(count, jnp.maximum(end - seq_lens, 0)),
         ),
         extend_lens=extend_lens,
@@ -205,28 +207,20 @@ def read_chain(
 ) -> DecodeMetadata:
     """The metadata in a buffer that `write_chain` has written, or in a copy of it."""
     tables, fields = packed.decode_tables(), _Fields(kpool, packed, req_rows, page_size, limit)
-    window = _window(packed, page_rows)
-    pools = fields.build(
-        visible=jnp.minimum(seq_lens, limit)[:, None],
-        start=seq_lens,
-        cache_seqlens=seq_lens,
-        count=jnp.zeros_like(seq_lens),
-    )
-    if not kpool.fused:
-        # A table of L tokens lacks the page that the row at L opens; the window has its first slot.
-        opened = unmarked(window.full_loc, "full")[:, :1] // kpool.pool
-        plan = pools.write_plan
-        write_loc = jnp.where((seq_lens % page_size == 0)[:, None], opened, plan.write_loc)
-        pools = pools.replace(write_plan=plan.replace(write_loc=write_loc))
     return DecodeMetadata(
         cache_seqlens=tables.cache_seqlens,
         cu_seqlens_k=tables.cu_seqlens_k,
         page_table=marked(tables.page_table, "full", page_rows),
         swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
-        window=window,
+        window=_window(packed, page_rows),
         logit_rows=None,
         state_slots=state_slots,
-        kpool=pools,
+        kpool=fields.build(
+            visible=jnp.minimum(seq_lens, limit)[:, None],
+            start=seq_lens,
+            cached=seq_lens,
+            count=jnp.zeros_like(seq_lens),
+        ),
     )
 
 
@@ -240,14 +234,22 @@ class _Fields:
     page_size: int
     limit: Array | int
 
-    def build(self, *, visible: Array, start: Array, cache_seqlens: Array, count: Array) -> KPoolMetadata | None:
+    def build(self, *, visible: Array, start: Array, cached: Array, count: Array) -> KPoolMetadata | None:
         if self.kpool is None:
             return None
-        table = self.packed.decode_tables().page_table
+        rest = jnp.minimum(cached, self.limit), self.packed.decode_tables().page_table, self.req_rows, count
         if self.kpool.fused:
-            return from_packed(self.kpool, self.packed, table, self.req_rows, count)
-        rest = dict(page_size=self.page_size, limit=self.limit)
-        return ordinary(self.kpool, visible, start, cache_seqlens, table, self.req_rows, count, **rest)
+            return from_packed(self.kpool, self.packed, *rest)
+        return ordinary(self.kpool, visible, start, cached, *rest, page_size=self.page_size)
+
+
+def _cut(lengths: Array, limit: Array | int) -> tuple[Array, Array]:
+    """Lengths up to the context's end, and their exclusive prefix sums.
+
+    Rows past the limit are not stored, so the cells at their positions hold anything: they are no keys.
+    """
+    lengths = jnp.minimum(lengths, limit)
+    return lengths, jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
 def _is_fused(kpool: KPool | None) -> bool:

@@ -54,7 +54,7 @@ class KPoolWritePlan:
       write_start: int32[B], position of the first row.
       tail_logical_start: int32[B], position at which the pool of that row begins.
       write_loc: int32[B, C], place of candidate c's key, allocator page * pools a page + place in the page. Candidate c
-        is pool write_start // pool + c; 0, a place in the sink page, where there is no such pool within the context.
+        is pool write_start // pool + c; 0, a place in the sink page, where no row of this forward is in such a pool.
       count: int32[B], rows that are tokens to stay, as far as this forward knows: all D in a verify, whose rejected
         rows are written again; the accepted ones, the bonus included, in a draft extend; 0 for padding. Of the
         candidates, (write_start + count) // pool - write_start // pool are closed.
@@ -104,14 +104,22 @@ class KPoolMetadata:
         return jnp.repeat(self.real_page_table, rows, axis=0), jnp.repeat(self.pooled_page_table, rows, axis=0)
 
 
-def from_packed(kpool: KPool, packed: PackedMetadata, page_table: Array, req_rows: Array, count: Array):
-    """The metadata that `pallas_kernels.kpool_metadata` has written to a packed buffer."""
+def from_packed(
+    kpool: KPool, packed: PackedMetadata, end: Array, page_table: Array, req_rows: Array, count: Array
+) -> KPoolMetadata:
+    """The metadata that `pallas_kernels.kpool_metadata` has written to a packed buffer.
+
+    Args:
+      end: int32[B], position behind the last row of this forward, at most the context's end.
+      page_table, req_rows, count: as the fields that they become.
+    """
     sections = packed.kpool()
+    _, exists = _candidates(kpool.pool, sections.write_start, end, sections.write_loc.shape[1])
     plan = KPoolWritePlan(
         req_rows=req_rows,
         write_start=sections.write_start,
         tail_logical_start=sections.tail_logical_start,
-        write_loc=sections.write_loc,
+        write_loc=jnp.where(exists, sections.write_loc, 0),
         count=count,
     )
     return KPoolMetadata(
@@ -132,13 +140,13 @@ def ordinary(
     kpool: KPool,
     visible: Array,
     start: Array,
-    cache_seqlens: Array,
+    cached: Array,
+    end: Array,
     page_table: Array,
     req_rows: Array,
     count: Array,
     *,
     page_size: int,
-    limit: Array | int,
     sms: int = KPoolShape.sms,
 ) -> KPoolMetadata:
     """The same metadata by separate operations, from tables that are there already.
@@ -147,11 +155,11 @@ def ordinary(
       kpool: pool and topk.
       visible: int32[B, D], E of each row.
       start: int32[B], position of the first row.
-      cache_seqlens: int32[B], keys of each request before the context's end is taken off.
+      cached: int32[B], tokens that the table covers.
+      end: int32[B], as in `from_packed`.
       page_table: int32[B, P], physical allocator pages.
       req_rows, count: int32[B], as in `KPoolWritePlan`.
       page_size: tokens an allocator page.
-      limit: end of the context in tokens.
       sms: processors of the schedule (static).
     """
     pool, (_, D), P = kpool.pool, visible.shape, page_table.shape[1]
@@ -164,16 +172,14 @@ def ordinary(
     part = jnp.arange(pool, dtype=jnp.int32)
     attention_pages = (page_table[:, :, None] * pool + part).reshape(-1, P * pool)
     column = jnp.arange(P * pool, dtype=jnp.int32)
-    attention_pages = jnp.where(column * pools_a_page < cache_seqlens[:, None], attention_pages, 0)
+    attention_pages = jnp.where(column * pools_a_page < cached[:, None], attention_pages, 0)
 
-    base = start // pool
-    candidate = base[:, None] + jnp.arange(-(-D // pool), dtype=jnp.int32)
-    page_column = candidate // pools_a_page
-    exists = (page_column < P) & (candidate * pool < limit)
-    page = jnp.take_along_axis(page_table, jnp.where(exists, page_column, 0), axis=1, mode="promise_in_bounds")
+    candidate, exists = _candidates(pool, start, end, -(-D // pool))
+    column = jnp.where(exists, candidate // pools_a_page, 0)
+    page = jnp.take_along_axis(page_table, column, axis=1, mode="promise_in_bounds")
     place = jnp.where(exists, page * pools_a_page + candidate % pools_a_page, 0)
     plan = KPoolWritePlan(
-        req_rows=req_rows, write_start=start, tail_logical_start=base * pool, write_loc=place, count=count
+        req_rows=req_rows, write_start=start, tail_logical_start=start // pool * pool, write_loc=place, count=count
     )
     return KPoolMetadata(
         seqlens_expanded=lengths,
@@ -187,6 +193,12 @@ def ordinary(
         pool=pool,
         topk=kpool.topk,
     )
+
+
+def _candidates(pool: int, start: Array, end: Array, count: int) -> tuple[Array, Array]:
+    """Pools that rows from `start` may close, int32[B, count], and which of them begin before `end`."""
+    candidate = (start // pool)[:, None] + jnp.arange(count, dtype=jnp.int32)
+    return candidate, candidate * pool < end[:, None]
 
 
 def _schedule(pool_seqlens: Array, sms: int) -> Array:

@@ -39,7 +39,8 @@ class ForwardMetadata:
     """What every forward carries; a model reads no more than this class names.
 
     Attributes:
-      cache_seqlens: int32[B], keys of each request, the rows of this forward included.
+      cache_seqlens: int32[B], keys of each request, the rows of this forward included; of a draft chain over sparse
+        layers those before its first row.
       cu_seqlens_k: int32[B + 1], exclusive prefix sums of cache_seqlens.
       page_table: int32[B, P], physical FULL page of each column; columns past a row's length are unspecified or 0,
         always in range.

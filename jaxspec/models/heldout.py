@@ -202,5 +202,6 @@ def describe(windows: Windows, manifest: pathlib.Path) -> str:
     documents = len(json.loads(manifest.read_text())["heldout"]["documents"])
     return (
         f"{len(windows.tokens)} windows of at most {windows.tokens.shape[1]} tokens from {documents} held-out files, "
-        "cut from each file's start; the first token of a window is not scored; whole windows without a cache, weights as stored"
+        "cut from each file's start; the first token of a window is not scored; whole windows without a cache, weights "
+        "as stored"
     )

@@ -2,13 +2,11 @@
 
 import logging
 
-import jax
-
 from jaxspec.config import SpecConfig
 from jaxspec.errors import InputError
 from jaxspec.metadata import KPool
 from jaxspec.models.contract import Model
-from pallas_kernels import kpool_metadata_fusion_supported
+from pallas_kernels import explain_backends, kpool_metadata_fusion_supported
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ def metadata_path(target: Model, config: SpecConfig) -> str | None:
 
 
 def decide_fusion(target: Model, config: SpecConfig) -> bool:
-    """Whether the step's metadata are fused. Never an error for a combination that is not supported.
+    """Whether the step's metadata are fused. A combination that is not supported is no error.
 
     Asked for and possible: one line of information. Asked for, and not possible for a model that pools: one warning,
     and the step prepares the same values by separate operations. Asked for where there is nothing to fuse, or not asked
@@ -60,6 +58,8 @@ def _unsupported(spec, config: SpecConfig) -> str | None:
             f"pool {spec.pool}, attention pages of {pages} tokens, topk {spec.topk}: it takes pages of 64 tokens "
             f"(page_size={64 * spec.pool}) and a pool that divides 64 and topk"
         )
-    if config.kernel_backend is None and jax.default_backend() not in ("gpu", "cuda"):
-        return f"it takes a CUDA device, or a kernel_backend by name; the default device is {jax.default_backend()!r}"
+    if config.kernel_backend is None:
+        (choice,) = (choice for choice in explain_backends() if choice.kernel == "kpool_metadata")
+        if choice.backend == "reference":
+            return f"it takes a CUDA device that kernels are compiled for, or a kernel_backend by name; {choice.reason}"
     return None

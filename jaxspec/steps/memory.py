@@ -97,7 +97,7 @@ def page_rows(config: SpecConfig, pages: Pages | UnifiedPages) -> Array | Ids:
 
 
 def state_slots(spec, pages: Pages | UnifiedPages, rows: Array) -> Array | Ids | None:
-    """Where the states of the requests are that take part in a forward; None if the target has no recurrent layer.
+    """Where the states and rings of the requests are that take part in a forward; None if the target has neither.
 
     Args:
       spec: the `SpecStep` (static).

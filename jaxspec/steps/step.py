@@ -8,7 +8,7 @@ import jax
 
 from jaxspec.cache.layers import POSITION
 from jaxspec.config import SpecConfig
-from jaxspec.drafting import Drafter, DraftLM
+from jaxspec.drafting import Drafter, DraftLM, MTPDrafter
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
 from jaxspec.steps.admission import admit
@@ -96,8 +96,8 @@ def make_spec_step(
       options: XLA options for the compiled functions; `compiler_options()` by default.
 
     Raises:
-      InputError: the draft model's vocabulary or context does not match the target's, or `jaxspec.admit` denies the
-        combination.
+      InputError: the draft model's vocabulary or context, or what prediction blocks select, does not match the
+        target's, or `jaxspec.admit` denies the combination.
 
     Example:
       >>> import jaxspec
@@ -128,6 +128,8 @@ def make_spec_step(
         kpool=target.sparse is not None,
         fuses=bool(lanes),
     ).require()
+    if isinstance(drafter, MTPDrafter):
+        _check_blocks(target, drafter)
     if isinstance(drafter, DraftLM):
         draft = drafter.model
         if draft.vocab_size != target.vocab_size:
@@ -142,3 +144,19 @@ def make_spec_step(
     options = compiler_options() if options is None else options
     config = dataclasses.replace(config, kpool_metadata_fusion=decide_fusion(target, config))
     return SpecStep(target, drafter, config, tuple(sorted(options.items())))
+
+
+def _check_blocks(target: Model, drafter: MTPDrafter) -> None:
+    """Raises InputError unless prediction blocks can run with the target's metadata."""
+    blocks, sparse = drafter.blocks, target.sparse
+    if blocks.vocab_size != target.vocab_size:
+        raise InputError(
+            f"the prediction blocks have {blocks.vocab_size} tokens, the target {target.vocab_size}: use its own"
+        )
+    pairs = {(spec.pool, spec.topk) for spec in blocks.layers}
+    if sparse is None or pairs != {(sparse.pool, sparse.topk)}:
+        wanted = "it has no sparse layer" if sparse is None else f"its layers have {(sparse.pool, sparse.topk)}"
+        raise InputError(
+            f"the prediction blocks select by (pool, topk) = {sorted(pairs)}, and of the target {wanted}: they share "
+            "its metadata, so use the target's own blocks"
+        )
