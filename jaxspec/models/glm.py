@@ -242,8 +242,8 @@ class Glm(_Rows):
       ...                    index_n_heads=1, index_head_dim=16, index_topk=8, index_kpool=4)
       >>> model, tokens = Glm(config), jnp.arange(6, dtype=jnp.int32)[None]
       >>> attend = dense_attend_pooled(config)
-      >>> params = model.init(jax.random.key(0), tokens, tokens, attend)
-      >>> logits, hidden, _ = model.apply(params, tokens, tokens, attend)
+      >>> run = lambda key: model.init_with_output(key, tokens, tokens, attend)[0]
+      >>> logits, hidden, _ = jax.eval_shape(run, jax.random.key(0))
       >>> logits.shape, hidden.shape
       ((1, 6, 64), (1, 6, 16))
 

@@ -45,7 +45,9 @@ def test_every_recorded_case(name, kernel, backend, capsys):
     assert (capsys.readouterr().out, status) == (f"{RECORDED[name][kernel]} passed, 0 failed\n", 0)
 
 
-@pytest.mark.parametrize("backend", cases.BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=pytest.mark.slow) if b == "interpret" else b for b in cases.BACKENDS]
+)
 @pytest.mark.parametrize("kernel", FUSED)
 def test_every_recorded_case_of_a_part_through_the_launch_of_a_forward(kernel, backend, capsys):
     status = conformance.main([str(DATA / "kpool.npz"), "--backend", backend, "--kernel", kernel])
@@ -53,8 +55,11 @@ def test_every_recorded_case_of_a_part_through_the_launch_of_a_forward(kernel, b
 
 
 def test_wildcards_select_kernels(capsys):
-    status = conformance.main([str(DATA / "kpool.npz"), "--kernel", "fused_*"])
-    assert (capsys.readouterr().out, status) == (f"{sum(FUSED.values())} passed, 0 failed\n", 0)
+    status = conformance.main([str(DATA / "kpool.npz"), "--kernel", "*_ragged_*"])
+    assert (capsys.readouterr().out, status) == (
+        f"{RECORDED['kpool.npz']['kpool_ragged_layout']} passed, 0 failed\n",
+        0,
+    )
 
 
 @pytest.mark.parametrize(("name", "count"), [("translated.npz", 114), ("recurrent.npz", 38), ("kpool.npz", 72)])
