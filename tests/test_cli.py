@@ -20,6 +20,7 @@ from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions, TextStream
 from jaxspec.steps import fusion
+from pallas_kernels import BackendChoice
 
 CONTEXT = 128
 # Shapes that the tests share, so that they share compiled programs.
@@ -452,7 +453,9 @@ def test_a_dense_model_has_no_metadata_to_fuse_and_pages_of_64(capsys, monkeypat
 )
 def test_the_switch_asks_for_fused_metadata_and_is_answered_once(capsys, monkeypatch, sparse, device, words, ran, line):
     monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
-    monkeypatch.setattr(fusion.jax, "default_backend", lambda: device)
+    backend = {"cpu": "reference", "gpu": "triton"}[device]
+    choice = BackendChoice("kpool_metadata", backend, f"found {device}")
+    monkeypatch.setattr(fusion, "explain_backends", lambda: [choice])
     fake_runs(monkeypatch, [5, 6], [5, 6])
     status, out, err = run(capsys, *sparse, *words)
     environment = json.loads(out)["environment"]
