@@ -282,7 +282,6 @@ def test_a_fused_round_compiled_for_sm_90(capsys, monkeypatch, folder):
     status, result, _ = run(capsys, f"--model={folder / 'glm'}", *SIZES, "--compiled=yes")
     assert status == 0
     ordinary, fused = (arm["compiled"]["metadata"] for arm in result["arms"])
-    print(ordinary, fused)
     assert all(fused[phase] >= 1 for phase in ("draft", "verify", "extend"))
     assert sum(fused.values()) < sum(ordinary.values())
 
