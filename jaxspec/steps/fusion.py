@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 def kpool_of(target: Model, config: SpecConfig) -> KPool | None:
     """How the target's sparse layers select, and who prepares it; None without such layers."""
-    spec = getattr(target, "sparse", None)
+    spec = target.sparse
     return None if spec is None else KPool(spec.pool, spec.topk, bool(config.kpool_metadata_fusion))
 
 
@@ -34,7 +34,7 @@ def decide_fusion(target: Model, config: SpecConfig) -> bool:
     Raises:
       InputError: pages do not hold whole pools; nothing to do with fusion, but this is where the two meet.
     """
-    spec = getattr(target, "sparse", None)
+    spec = target.sparse
     if spec is None:
         return False
     if config.page_size % spec.pool:

@@ -103,9 +103,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     emitted = emit(spec, requests, state.tokens, state.stop_ids, through, requests.seq_len[1:], run, count)
     if after and config.num_draft_tokens > 1:
         # What this drafter writes is made of the hidden rows, so of all that the target has read.
-        following = jnp.where(
-            real, emitted.history[rows[:, None], jnp.where(real, seq_lens[:, None] + column + 1, 0)], 0
-        )
+        following = emitted.history[rows[:, None], jnp.where(real, seq_lens[:, None] + column + 1, 0)]
         context = ExtendContext(
             tokens=jnp.where(real, following, 0),
             hidden=hidden,
