@@ -1,6 +1,46 @@
-"""Which drafts are kept, and where a request ends."""
+"""Which drafts are kept, what is drawn, and where a request ends."""
 
+from jaxspec.verification.block import verify_block
+from jaxspec.verification.chain import verify_greedy, verify_match, verify_rejection
+from jaxspec.verification.coins import Coins, block_coins, chain_coins, draft_coins
+from jaxspec.verification.draws import inverse_cdf
 from jaxspec.verification.greedy import greedy_accept, greedy_token
+from jaxspec.verification.nodes import (
+    BLOCK,
+    GREEDY,
+    MATCH,
+    NO_RULE,
+    REJECTION,
+    RULE_NAMES,
+    Nodes,
+    Verified,
+    chain_nodes,
+)
+from jaxspec.verification.sampling import Sampling, target_probs
 from jaxspec.verification.stopping import trim_run
 
-__all__ = ["greedy_accept", "greedy_token", "trim_run"]
+__all__ = [
+    "BLOCK",
+    "GREEDY",
+    "MATCH",
+    "NO_RULE",
+    "REJECTION",
+    "RULE_NAMES",
+    "Coins",
+    "Nodes",
+    "Sampling",
+    "Verified",
+    "block_coins",
+    "chain_coins",
+    "chain_nodes",
+    "draft_coins",
+    "greedy_accept",
+    "greedy_token",
+    "inverse_cdf",
+    "target_probs",
+    "trim_run",
+    "verify_block",
+    "verify_greedy",
+    "verify_match",
+    "verify_rejection",
+]
