@@ -95,7 +95,7 @@ class Law:
     def weigh(self, logits: Array, index: Array) -> Array:
         """float32[..., n], weights of the tokens with ids `index` and `clean` logits, both [..., n]."""
         peak, temperature, cutoff, last = (x[..., None] for x in (self.peak, self.temperature, self.cutoff, self.last))
-        # The peak itself may be -inf, from which nothing can be subtracted.
+        # The peak is -inf where nothing may be said, and from that nothing can be subtracted.
         scaled = jnp.where(logits == peak, 0, (logits - peak) / temperature)
         kept = (logits > cutoff) | ((logits == cutoff) & (index <= last))
         return jnp.where(kept, jnp.exp(scaled), 0)
@@ -175,12 +175,13 @@ def pick_row(rounds: Any, row: Array) -> Any:
 
 
 def clean(logits: Array, mask: Array | None) -> Array:
-    """float32 logits in which there is an order: no NaN and no +inf, one 0, and -inf for what may not be said.
+    """float32 logits that are finite, with one 0, and -inf only for what may not be said.
 
-    NaN becomes the smallest finite number, so it weighs nothing beside any other logit.
+    NaN and -inf become the smallest finite number: they weigh nothing beside any other logit, but where the mask leaves
+    nothing else they may be said and the rest may not.
     """
     logits = logits.astype(jnp.float32)
-    logits = jnp.where(jnp.isnan(logits), -_LARGEST, jnp.minimum(logits, _LARGEST))
+    logits = jnp.where(jnp.isnan(logits), -_LARGEST, jnp.clip(logits, -_LARGEST, _LARGEST))
     logits = jnp.where(jnp.abs(logits) < _SMALLEST, 0, logits)
     return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
 
@@ -219,7 +220,7 @@ def target_probs(logits: Array, sampling: Sampling, mask: Array | None = None) -
     """What each row's token is drawn from: temperature, then top-k, then top-p of what top-k has left.
 
     Args:
-      logits: float[B, V] or [B, D, V]. NaN weighs nothing beside a number.
+      logits: float[B, V] or [B, D, V]. NaN weighs nothing beside a number; a row of nothing else is uniform.
       sampling: `Sampling` of the B requests. A greedy request gets all mass on its most likely token.
       mask: bool[B, V] or of the shape of the logits, the tokens that may be said; None for all of them. A row in which
         nothing may be said gets all mass on token 0.
