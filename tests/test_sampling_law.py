@@ -20,7 +20,11 @@ from jaxspec.verification import (
     REJECTION,
     Coins,
     Sampling,
+    chain_coins,
     chain_nodes,
+    draft_coins,
+    inverse_cdf,
+    target_probs,
     verify_block,
     verify_match,
     verify_rejection,
@@ -175,3 +179,68 @@ def test_a_block_is_accepted_at_least_as_far():
     assert (block >= single - 1e-6).all() and (block > single + 1e-3).any()
     # A draft from the target itself is always kept by both, but not by a match with a draw of its own.
     assert block[-1] == pytest.approx(2, abs=1e-5) and single[-1] == pytest.approx(2, abs=1e-5) and match[-1] < 1.5
+
+
+# Rounds with the requests' own coins ---------------------------------------------------------------------------------
+
+SEEDS, TOKENS = 1 << 16, 3
+
+
+@functools.cache
+def chain_of_tokens():
+    """(target, draft): float32[3, 3], the logits behind each token; the draft is like the target, but not it."""
+    rng = np.random.default_rng(11)
+    target = rng.normal(size=(TOKENS, TOKENS)).astype(np.float32)
+    return target, target + rng.normal(size=(TOKENS, TOKENS)).astype(np.float32)
+
+
+def seeded_rounds(rule, proposer=draft_coins, coins_of=None):
+    """int[SEEDS, 4], what requests that differ in their seed alone say behind token 0."""
+    verify = {"rejection": verify_rejection, "block": verify_block, "match": None}[rule]
+    target, guess = (jnp.asarray(x) for x in chain_of_tokens())
+    sampling = Sampling.of(SEEDS, temperature=0.8, seed=jnp.arange(SEEDS))
+    draft_law = target_probs(guess, Sampling.of(TOKENS, temperature=0.8))
+
+    @jax.jit
+    def round_(last, lens):
+        coins, tokens, q = proposer(sampling.seed, lens, 2), [last], []
+        for i in range(2):
+            q.append(draft_law[tokens[-1]])
+            tokens.append(inverse_cdf(q[-1], coins[:, i]))
+        tokens, q = jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)
+        nodes = chain_nodes(last, tokens[:, 1:], jnp.full(SEEDS, 2))
+        given = None if coins_of is None else coins_of(sampling.seed, lens, 3)
+        if verify is None:
+            return verify_match(nodes, target[tokens], sampling, lens, None, given)
+        return verify(nodes, target[tokens], sampling, lens, q, None, given)
+
+    said = np.zeros((SEEDS, 8), int)
+    lens, lane = np.zeros(SEEDS, int), np.arange(SEEDS)
+    while lens.min() < 4:
+        out = round_(jnp.asarray(said[lane, lens], jnp.int32), jnp.asarray(lens, jnp.int32))
+        count = np.where(lens < 4, out.count, 0)
+        for j in range(3):
+            live = j < count
+            said[lane[live], lens[live] + 1 + j] = np.asarray(out.tokens)[live, j]
+        lens = lens + count
+    return said[:, 1:5]
+
+
+def excess(said):
+    """Chi-square of the 81 runs against the exact law, in standard deviations above its mean."""
+    p = np.stack([probs(row, 0.8) for row in chain_of_tokens()[0]])
+    law = np.einsum("a,ab,bc,cd->abcd", p[0], p, p, p).ravel() * len(said)
+    counts = np.bincount(np.ravel_multi_index(said.T, (TOKENS,) * 4), minlength=law.size)
+    return (((counts - law) ** 2 / law).sum() - 80) / np.sqrt(160)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rounds_of_seeded_requests_follow_the_law(rule):
+    """Over rounds, with the coins that requests have: no coin is used twice in a way that shows."""
+    assert excess(seeded_rounds(rule)) < 4
+
+
+def test_coins_that_are_used_twice_show():
+    """The check above can fail: drafts from the coins of the verdict, and a block that reads the coins of a chain."""
+    assert excess(seeded_rounds("rejection", lambda seed, lens, n: chain_coins(seed, lens, n + 1).accept)) > 50
+    assert excess(seeded_rounds("block", coins_of=chain_coins)) > 6

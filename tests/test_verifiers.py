@@ -16,8 +16,10 @@ from jaxspec.verification import (
     Coins,
     Nodes,
     Sampling,
+    chain_coins,
     chain_nodes,
     greedy_token,
+    target_probs,
     trim_run,
     verify_block,
     verify_greedy,
@@ -339,6 +341,20 @@ def test_a_draft_of_another_vocabulary_is_refused():
     for rule in (verify_rejection, verify_block):
         with pytest.raises(ValueError, match=r"draft_probs has shape \(2, 3, 5\): it must be \(2, 3, 9\)"):
             rule(*args)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_types_do_not_depend_on_x64(rule, x64):
+    with jax.enable_x64(x64):
+        ints, wide = jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32)
+        logits, q = jnp.zeros((2, 3, 5), jnp.bfloat16), jnp.zeros((2, 2, 5), jnp.float32)
+        sampling = Sampling.of(2)
+        mask = jnp.ones((2, 5), bool)
+        out = jax.eval_shape(RULES[rule][1], Nodes(wide, wide, ints), logits, sampling, ints, q, mask, None)
+        assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.dtype("int32")}
+        assert jax.eval_shape(target_probs, logits, sampling, mask).dtype == jnp.float32
+        assert {x.dtype for x in jax.eval_shape(lambda: chain_coins(sampling.seed, ints, 3))} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("rule", RULES)
