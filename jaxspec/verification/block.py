@@ -52,8 +52,8 @@ def verify_block(
     rows = rows_of(logits, mask)
     coins = block_coins(sampling.seed, seq_lens, logits.shape[1]) if coins is None else coins
     law, p, q = drafted(nodes, rows, sampling, draft_probs)
-    # The ratio may overflow, to inf, which min cuts; 0 / 0 may not.
-    ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), 0)
+    # A ratio that overflows is cut to a finite number, because behind a draft with h = 0 it is multiplied by 0.
+    ratio = jnp.where(q > 0, jnp.minimum(p / jnp.where(q > 0, q, 1), jnp.finfo(jnp.float32).max), 0)
     h = [jnp.ones(nodes.count.shape, jnp.float32)]
     for i in range(p.shape[1]):
         h.append(jnp.minimum(h[-1] * ratio[:, i], 1))
