@@ -7,6 +7,7 @@ import jax
 
 from jaxspec.config import SpecConfig
 from jaxspec.metadata import DraftExtendMetadata, KPool, VerifyMetadata
+from jaxspec.verification import Sampling
 
 Array = jax.Array
 
@@ -24,6 +25,8 @@ class DraftContext:
       metadata: metadata of this round's verify, whose page tables cover every position a draft can reach.
       page_rows: int32[R, P], virtual pages of each request row.
       v2p: int32[NV, 2], physical pages.
+      sampling: how the B requests sample, where the verifier asks what the drafts were drawn from; None where drafts
+        are best greedy, which is everywhere else. See `propose_token`.
       kpool: how the target's sparse layers select, and whether their metadata are fused; None without such layers
         (static).
     """
@@ -35,6 +38,7 @@ class DraftContext:
     metadata: VerifyMetadata
     page_rows: Array
     v2p: Array
+    sampling: Sampling | None = None
     kpool: KPool | None = flax.struct.field(pytree_node=False, default=None)
 
 
@@ -45,10 +49,11 @@ class ExtendContext:
     Attributes:
       tokens: int32[B, C], the token that follows each row: the row at position p comes with token p + 1. Behind a chunk
         that is not the last of its prompt that is the next token of the prompt.
-      hidden: [B, C, H], the target's hidden rows.
+      hidden: [B, C, H], the target's hidden rows; for a drafter with `taps` [B, C, m * H], those behind m layers.
       count: int32[B], rows that are known to stay, the first ones; 0 for lanes without any.
       seq_lens: int32[B], position of the first row.
-      req_rows, page_rows, v2p, kpool: as in `DraftContext`.
+      req_rows, page_rows, v2p, sampling, kpool: as in `DraftContext`. What is drawn here is verified by the round at
+        length seq_lens + count.
       metadata: of the target's forward: `DraftExtendMetadata` of a prompt's chunk, `VerifyMetadata` of a round.
       context_len: most tokens a sequence may hold (static).
     """
@@ -62,6 +67,7 @@ class ExtendContext:
     v2p: Array
     metadata: DraftExtendMetadata | VerifyMetadata
     context_len: int = flax.struct.field(pytree_node=False)
+    sampling: Sampling | None = None
     kpool: KPool | None = flax.struct.field(pytree_node=False, default=None)
 
 
@@ -72,20 +78,32 @@ class Drafts:
     Attributes:
       tokens: int32[B, D - 1], ids in range everywhere.
       count: int32[B], how many are real, 0 .. D - 1; the rest are never accepted.
+      probs: float32[B, D - 1, V], what each draft was drawn from, over the target's vocabulary; needed where the
+        context brought a `Sampling`, else None.
     """
 
     tokens: Array
     count: Array
+    probs: Array | None = None
 
 
 class Drafter(Protocol):
     """A drafter: static and hashable, its arrays live in `params` and in the state it returns from `init`.
 
     A drafter that keeps K and V of its own may have them in a unified pool: then it has an attribute `cache_layers`, a
-    `LayerSpec` for each of its layers, all stored in "full", and its state a field `cache`, which holds its view of the
-    pool during `prefill` and `propose`, to be written and handed back, and None otherwise.
+    `LayerSpec` for each of its layers, and its state a field `cache`, which holds its view of the pool while the
+    drafter runs, to be written and handed back, and None otherwise.
 
-    A drafter that feeds on the target's hidden rows has a method `extend` in place of `prefill`; see `extends`.
+    Where its layers lie may depend on the target and the memory. Such a drafter has a method `placed(target, config)`,
+    the drafter that knows: the step calls it, and `SpecStep.drafter` is the result. It may be called again. Where its
+    `placement` is "private", `cache_layers` is empty, and `init` is called with `num_pages`, how many virtual pages
+    there are, for buffers that stay in the drafter's state; see `jaxspec.cache.placement`.
+
+    A drafter that feeds on the target's hidden rows has a method `extend` in place of `prefill`; see `extends`. If what
+    it wants are the rows behind certain layers, it names those as `taps`, counted from 0.
+
+    A drafter that can say what it drew its drafts from has an attribute `has_probs = True` and answers a context that
+    brings a `Sampling` with `Drafts.probs`; see `propose_token`. Without it sampled requests are verified by "match".
 
     Its `algorithm`, if it has that attribute, is the row of the table in `jaxspec.admit` that it is judged by; without
     one it is judged as "draft_lm".
