@@ -15,7 +15,8 @@ Any function with this signature plugs in, whatever framework it comes from:
     metadata   `ForwardMetadata` of this forward; `metadata.logit_rows` (int32[B, K] or None) names the rows
                whose logits are wanted
     logits     float32[B, D or K, V]
-    hidden     [B, D, H], the residual stream after the final norm, all rows
+    hidden     [B, D, H], the residual stream after the final norm, all rows; of a model that is tapped
+               [B, D, m * H], what its `tapped` says
     cache      the cache after the writes
 
 It must be pure, and a row's result may depend only on that row's request. Rows that are padding may yield
@@ -32,6 +33,7 @@ from jaxspec.attention import attend
 from jaxspec.attention.kpool import attend_pooled
 from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, PoolCache, StatePart, StateSpec
 from jaxspec.cache.layers import ACCUMULATED, POSITION
+from jaxspec.errors import InputError
 from jaxspec.models.glm import Glm, GlmMTP
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
@@ -39,6 +41,10 @@ from jaxspec.models.qwen3 import Qwen3
 from jaxspec.recurrent import recur
 
 Array = jax.Array
+
+
+# apply(params, tokens, positions, cache, metadata) -> (logits, hidden, cache)
+Apply = Callable[[Any, Array, Array, KVCache | PoolCache, Any], tuple[Array, Array, KVCache | PoolCache]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +58,16 @@ class Model:
       vocab_size: V.
       context_len: most tokens a sequence may hold, prompt and completion together.
       dtype: dtype of the cache, as a string.
+      tap: `tap(layers)` is an `apply` that returns as hidden what `tapped` describes; None where drafters cannot look
+        at the layers. Give it value equality, like `apply`.
     """
 
-    apply: Callable[[Any, Array, Array, KVCache | PoolCache, Any], tuple[Array, Array, KVCache | PoolCache]]
+    apply: Apply
     layers: tuple[LayerSpec | StateSpec, ...]
     vocab_size: int
     context_len: int
     dtype: str = "float32"
+    tap: Callable[[tuple[int, ...]], Apply] | None = None
 
     def __post_init__(self):
         pools = {(spec.pool, spec.topk) for spec in self.layers if isinstance(spec, KPoolSpec)}
@@ -67,6 +76,30 @@ class Model:
                 f"layers: (pool, topk) of the sparse ones are {sorted(pools)}; a model has one pair, since all of them "
                 "share a forward's metadata"
             )
+
+    def tapped(self, layers: tuple[int, ...]) -> "Model":
+        """The same model, with other hidden rows: features that a drafter feeds on.
+
+        Args:
+          layers: m layers, counted from 0, at least one.
+
+        Returns:
+          A model whose hidden is [B, D, m * H]: the residual streams behind those layers, side by side in the order
+          given, before any norm of the next layer or of the head. Logits and cache are the same.
+
+        Raises:
+          InputError: the model has no `tap`, or it has no such layer.
+        """
+        layers = tuple(layers)
+        if self.tap is None:
+            raise InputError("this target cannot be tapped for hidden rows of its layers: give its Model a `tap`")
+        unknown = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+        if unknown or not layers:
+            raise InputError(
+                f"target layers {list(layers)}: the target has {len(self.layers)}, counted from 0; name at least one "
+                "and none beyond them"
+            )
+        return dataclasses.replace(self, apply=self.tap(layers))
 
     @property
     def swa_window(self) -> int | None:
@@ -88,9 +121,10 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class FlaxApply:
-    """Binds a module to the contract."""
+    """Binds a module to the contract; with `taps` its hidden rows are the features of those layers."""
 
     module: Qwen3 | Hybrid | Glm
+    taps: tuple[int, ...] = ()
 
     def __call__(self, params, tokens, positions, cache, metadata):
         def store_and_attend(layer, q, k, v, cache):
@@ -104,7 +138,18 @@ class FlaxApply:
 
         carried = {} if isinstance(self.module, Qwen3) else {"recur": advance}
         joined = select_and_attend if isinstance(self.module, Glm) else store_and_attend
-        return self.module.apply(params, tokens, positions, joined, cache, logit_rows=metadata.logit_rows, **carried)
+        rows = metadata.logit_rows
+        return self.module.apply(params, tokens, positions, joined, cache, logit_rows=rows, taps=self.taps, **carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxTap:
+    """`Model.tap` of a module."""
+
+    module: Qwen3 | Hybrid | Glm
+
+    def __call__(self, layers: tuple[int, ...]) -> FlaxApply:
+        return FlaxApply(self.module, layers)
 
 
 def from_qwen3(module: Qwen3, *, swa_pages: bool = True) -> Model:
@@ -228,4 +273,5 @@ def _model(module, layers):
         vocab_size=config.vocab_size,
         context_len=config.max_position_embeddings,
         dtype=jax.numpy.dtype(module.dtype).name,
+        tap=FlaxTap(module),
     )

@@ -24,7 +24,7 @@ from jaxspec.attention.pooling import IndexRows, compress, quantize_query
 from jaxspec.attention.selection import pool_scores, select_pools
 from jaxspec.models.glm_config import SPARSE, GlmConfig
 from jaxspec.models.hybrid import Recur, dense_recur
-from jaxspec.models.qwen3 import dot, rms_norm
+from jaxspec.models.qwen3 import dot, features, rms_norm
 from jaxspec.recurrent.conv import short_conv
 from jaxspec.recurrent.delta import gated_delta
 from jaxspec.recurrent.gates import kda_gate
@@ -261,6 +261,7 @@ class Glm(_Rows):
         cache: Any = None,
         logit_rows: jax.Array | None = None,
         recur: Recur = dense_recur,
+        taps: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the model over B requests of T rows.
 
@@ -274,21 +275,26 @@ class Glm(_Rows):
           logit_rows: int32 [B, K], which rows of each request to compute logits of; None for all.
           recur: called once a linear layer, as `Hybrid` calls it; what it carries is (convolution window `dtype`
             [B, W - 1, C], state float32 [B, HV, K, K]).
+          taps: as `Qwen3` takes them.
 
         Returns:
-          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm; the last cache.
+          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or what is tapped
+          [B, T, m * H]; the last cache.
         """
         del positions
         config, dtype = self.config, self.dtype
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(dtype)
+        streams = []
         for layer, kind in enumerate(config.layer_types):
             x, cache = GlmLayer(config, dtype, kind, layer, name=f"layers_{layer}")(x, attend, recur, cache)
+            streams.append(x)
         hidden = self._norm("norm", x)
         head = embedding
         if not config.tie_word_embeddings:
             head = self.param("lm_head", _matrix_init, (config.vocab_size, config.hidden_size))
-        return _logits(hidden, head, logit_rows, dtype), hidden, cache
+        logits = _logits(hidden, head, logit_rows, dtype)
+        return logits, features(streams, taps) if taps else hidden, cache
 
 
 class GlmMTP(_Rows):

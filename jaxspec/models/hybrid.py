@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.hybrid_config import LINEAR, HybridConfig
-from jaxspec.models.qwen3 import Attend, dot, rms_norm, rotary_angles, rotate
+from jaxspec.models.qwen3 import Attend, dot, features, rms_norm, rotary_angles, rotate
 from jaxspec.recurrent.conv import short_conv
 from jaxspec.recurrent.delta import gated_delta
 
@@ -193,11 +193,13 @@ class Hybrid(nn.Module):
         cache: Any = None,
         logit_rows: jax.Array | None = None,
         recur: Recur = dense_recur,
+        taps: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the model over B requests of T rows.
 
         Args:
-          tokens, positions, attend, cache, logit_rows: as `Qwen3` takes them; attention layers alone call `attend`.
+          tokens, positions, attend, cache, logit_rows, taps: as `Qwen3` takes them; attention layers alone call
+            `attend`.
           recur: called once a linear layer, in order among the calls of `attend`, as
             `recur(layer, update, cache) -> (out, cache)`. It runs `out, parts = update(parts, real, keep)` on what the
             layer carries: parts is (convolution window `dtype` [B, W - 1, C], state float32 [B, HV, V, K]), None for
@@ -205,15 +207,18 @@ class Hybrid(nn.Module):
             with an axis T behind B. out is [B, T, HV, V].
 
         Returns:
-          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm; the last cache.
+          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or what is tapped
+          [B, T, m * H]; the last cache.
         """
         config, dtype = self.config, self.dtype
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(dtype)
         cos, sin = rotary_angles(positions, config.rotary_dim, config.rope_theta)
+        streams = []
         for layer in range(config.num_hidden_layers):
             block = HybridLayer(config, layer, dtype, name=f"layers_{layer}")
             x, cache = block(x, cos, sin, attend, recur, cache)
+            streams.append(x)
         scale = self.param("norm", nn.initializers.zeros_init(), (config.hidden_size,))
         hidden = rms_norm(x, 1 + scale.astype(jnp.float32), config.rms_norm_eps, dtype)
         head = embedding
@@ -222,4 +227,5 @@ class Hybrid(nn.Module):
         wanted = hidden
         if logit_rows is not None:
             wanted = jnp.take_along_axis(hidden, logit_rows[:, :, None], axis=1, mode="clip")
-        return dot(wanted, head, dtype, transposed=True, out_dtype=jnp.float32), hidden, cache
+        logits = dot(wanted, head, dtype, transposed=True, out_dtype=jnp.float32)
+        return logits, features(streams, taps) if taps else hidden, cache

@@ -7,7 +7,7 @@ is scored at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -141,6 +141,7 @@ class Qwen3(nn.Module):
         attend: Attend,
         cache: Any = None,
         logit_rows: jax.Array | None = None,
+        taps: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the model over B requests of T rows.
 
@@ -152,16 +153,21 @@ class Qwen3(nn.Module):
             padded row holds reaches another row only through it.
           cache: handed to the first call of `attend`, then from call to call; any pytree, or None.
           logit_rows: int32 [B, K], rows 0 to T - 1 whose logits are wanted; None means all T.
+          taps: m layers, 0 to L - 1 (static), whose features are wanted in place of the normed stream.
 
         Returns:
-          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm; the last cache.
+          logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or, with taps,
+          [B, T, m * H], the streams behind those layers side by side in the order of `taps`, not normed; the last
+          cache.
         """
         config, dtype = self.config, self.dtype
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(dtype)
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
+        streams = []
         for layer in range(config.num_hidden_layers):
             x, cache = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")(x, cos, sin, attend, cache)
+            streams.append(x)
         scale = self.param("norm", nn.initializers.ones_init(), (config.hidden_size,))
         hidden = rms_norm(x, scale, config.rms_norm_eps, dtype)
         head = embedding
@@ -170,7 +176,13 @@ class Qwen3(nn.Module):
         wanted = hidden
         if logit_rows is not None:
             wanted = jnp.take_along_axis(hidden, logit_rows[:, :, None], axis=1, mode="clip")
-        return dot(wanted, head, dtype, transposed=True, out_dtype=jnp.float32), hidden, cache
+        logits = dot(wanted, head, dtype, transposed=True, out_dtype=jnp.float32)
+        return logits, features(streams, taps) if taps else hidden, cache
+
+
+def features(streams: Sequence[jax.Array], taps: tuple[int, ...]) -> jax.Array:
+    """What is tapped of a forward: of the streams [B, T, H] behind each layer those of `taps`, [B, T, m * H]."""
+    return jnp.concatenate([streams[layer] for layer in taps], axis=-1)
 
 
 def dense_attend(windows: tuple[int | None, ...]) -> Attend:
