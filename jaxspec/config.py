@@ -7,6 +7,7 @@ from jaxspec.errors import InputError
 from pallas_kernels import BACKENDS
 
 MEMORIES = ("static", "unified")
+VERIFIERS = ("rejection", "block", "match")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,13 @@ class SpecConfig:
       memory: "static", a buffer a layer and a pool for each kind of page; or "unified", one pool for all of them, where
         what one kind frees the others can have.
       pool_bytes: size of the unified pool. None: what the pages of split pools would take.
+      sampling: who verifies drafts where requests sample, temperature, top-k, top-p and seed being each request's own:
+        "rejection", draft by draft; "block", all of them together, which accepts at least as many; or "match", against
+        a draw of the target's own, which also takes drafts without a distribution. None: every request is greedy.
       check_ids: whether to find out, while the step is traced, if an id is used in a space it does not belong to; see
         `jaxspec.metadata.Ids`. The compiled program is the same.
-      logprobs: whether the log-probability of every emitted token is kept.
+      logprobs: whether the log-probability of every emitted token is kept: the target's own, at temperature 1 and of
+        all tokens, however the request samples.
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
       kernel_backend: who runs the metadata kernels: None chooses by device; or 'reference', 'interpret', 'triton' or
         'mosaic'.
@@ -45,6 +50,7 @@ class SpecConfig:
     num_swa_pages: int | None = None
     memory: str = "static"
     pool_bytes: int | None = None
+    sampling: str | None = None
     logprobs: bool = False
     check_ids: bool = False
     pool_seed: int | None = None
@@ -55,7 +61,7 @@ class SpecConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
-                field.name not in ("kernel_backend", "memory")
+                field.name not in ("kernel_backend", "memory", "sampling")
                 and value is not None
                 and not isinstance(value, numbers.Integral)
             ):
@@ -69,6 +75,11 @@ class SpecConfig:
             raise InputError(f"max_new_tokens={self.max_new_tokens}: must be at least 0")
         if self.memory not in MEMORIES:
             raise InputError(f"memory={self.memory!r}: must be one of {', '.join(map(repr, MEMORIES))}")
+        if self.sampling is not None and self.sampling not in VERIFIERS:
+            raise InputError(
+                f"sampling={self.sampling!r}: must be None, all requests greedy, or one of "
+                f"{', '.join(map(repr, VERIFIERS))}"
+            )
         if self.pool_bytes is not None and (self.memory != "unified" or self.num_pages or self.num_swa_pages):
             raise InputError(
                 f"pool_bytes={self.pool_bytes}: it sizes the pool of memory='unified', in place of num_pages and "
@@ -96,6 +107,11 @@ class SpecConfig:
                 f"{self.full_pages()} pages of {self.page_size} tokens: slots are int32, so the product must stay "
                 "below 2147483648: use a smaller pool"
             )
+
+    @property
+    def asks_probs(self) -> bool:
+        """Whether the verifier asks what drafts were drawn from."""
+        return self.sampling in ("rejection", "block")
 
     @property
     def pages_per_row(self) -> int:

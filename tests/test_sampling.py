@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 from law_oracle import LAST_COIN, probs
 
-from jaxspec.verification import Sampling, block_coins, chain_coins, draft_coins, inverse_cdf, target_probs
+from jaxspec.verification import Sampling, block_coins, chain_coins, draft_noise, inverse_cdf, target_probs
 from jaxspec.verification.coins import ACCEPT, DRAFT, DRAW, VERIFY, threefry, uniform
 
 NAN, INF = float("nan"), float("inf")
@@ -181,6 +181,18 @@ def test_streams_and_columns_are_independent():
     assert np.abs(table - np.eye(len(named))).max() < 0.02  # 6 standard deviations
 
 
+def test_noise_of_drafts_is_exponential():
+    """Also its smallest values, one of a million among them, which decide the draws over a large vocabulary."""
+    noise = np.asarray(draft_noise(jnp.arange(40, dtype=jnp.uint32), jnp.arange(40) % 7, 3, 1 << 17)).astype(np.float64)
+    assert noise.min() > 0 and np.isfinite(noise).all()
+    u = np.sort(1 - np.exp(-noise.ravel()))
+    for scale in (1.0, 2.0**-10, 2.0**-20):
+        part = u[u < scale] / scale
+        n = len(part)
+        assert abs(n - noise.size * scale) < 4 * np.sqrt(noise.size * scale) + 1
+        assert np.abs(part - np.arange(n) / n).max() < 2 / np.sqrt(n)  # Kolmogorov: one in 1500
+
+
 def test_a_coin_depends_on_its_request_alone():
     """Not on the lane, nor on how many rows a round has. Only a block's acceptance depends on the round."""
     seed, lens = jnp.array([3, 9, 4], jnp.uint32), jnp.array([10, 20, 30])
@@ -188,7 +200,7 @@ def test_a_coin_depends_on_its_request_alone():
         full, part = make(seed, lens, 5), make(seed[1:2], lens[1:2], 3)
         np.testing.assert_array_equal(full.draw[1, :3], part.draw[0])
         np.testing.assert_array_equal(full.accept[1, :2], part.accept[0])
-    np.testing.assert_array_equal(draft_coins(seed, lens, 4)[1, :2], draft_coins(seed[1:2], lens[1:2], 2)[0])
+    np.testing.assert_array_equal(draft_noise(seed, lens, 4, 9)[1, :5], draft_noise(seed[1:2], lens[1:2], 4, 5)[0])
     now, later = chain_coins(seed, lens, 5), chain_coins(seed, lens + 2, 5)
     np.testing.assert_array_equal(now.draw[:, 2:], later.draw[:, :3])
     np.testing.assert_array_equal(now.accept[:, 2:], later.accept[:, :2])

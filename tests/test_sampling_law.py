@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from law_oracle import Problem, block_jumps, cdf, pieces, probs, product, rejection_jumps
 
+from jaxspec.drafting import propose_token
 from jaxspec.verification import (
     BLOCK,
     GREEDY,
@@ -22,7 +23,6 @@ from jaxspec.verification import (
     Sampling,
     chain_coins,
     chain_nodes,
-    draft_coins,
     inverse_cdf,
     target_probs,
     verify_block,
@@ -194,19 +194,19 @@ def chain_of_tokens():
     return target, target + rng.normal(size=(TOKENS, TOKENS)).astype(np.float32)
 
 
-def seeded_rounds(rule, proposer=draft_coins, coins_of=None):
+def seeded_rounds(rule, proposer=propose_token, coins_of=None):
     """int[SEEDS, 4], what requests that differ in their seed alone say behind token 0."""
     verify = {"rejection": verify_rejection, "block": verify_block, "match": None}[rule]
     target, guess = (jnp.asarray(x) for x in chain_of_tokens())
     sampling = Sampling.of(SEEDS, temperature=0.8, seed=jnp.arange(SEEDS))
-    draft_law = target_probs(guess, Sampling.of(TOKENS, temperature=0.8))
 
     @jax.jit
     def round_(last, lens):
-        coins, tokens, q = proposer(sampling.seed, lens, 2), [last], []
+        tokens, q = [last], []
         for i in range(2):
-            q.append(draft_law[tokens[-1]])
-            tokens.append(inverse_cdf(q[-1], coins[:, i]))
+            token, probs = proposer(guess[tokens[-1]], sampling, lens, i)
+            tokens.append(token)
+            q.append(probs)
         tokens, q = jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)
         nodes = chain_nodes(last, tokens[:, 1:], jnp.full(SEEDS, 2))
         given = None if coins_of is None else coins_of(sampling.seed, lens, 3)
@@ -242,5 +242,10 @@ def test_rounds_of_seeded_requests_follow_the_law(rule):
 
 def test_coins_that_are_used_twice_show():
     """The check above can fail: drafts from the coins of the verdict, and a block that reads the coins of a chain."""
-    assert excess(seeded_rounds("rejection", lambda seed, lens, n: chain_coins(seed, lens, n + 1).accept)) > 50
+
+    def careless(logits, sampling, lens, index):
+        probs = target_probs(logits, sampling)
+        return inverse_cdf(probs, chain_coins(sampling.seed, lens, 3).accept[:, index]), probs
+
+    assert excess(seeded_rounds("rejection", careless)) > 50
     assert excess(seeded_rounds("block", coins_of=chain_coins)) > 6

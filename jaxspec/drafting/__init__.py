@@ -4,5 +4,16 @@ from jaxspec.drafting.base import DraftContext, Drafter, Drafts, ExtendContext, 
 from jaxspec.drafting.draft_lm import DraftLM
 from jaxspec.drafting.mtp import MTPDrafter
 from jaxspec.drafting.ngram import NgramDrafter
+from jaxspec.drafting.proposals import propose_token
 
-__all__ = ["DraftContext", "DraftLM", "Drafter", "Drafts", "ExtendContext", "MTPDrafter", "NgramDrafter", "extends"]
+__all__ = [
+    "DraftContext",
+    "DraftLM",
+    "Drafter",
+    "Drafts",
+    "ExtendContext",
+    "MTPDrafter",
+    "NgramDrafter",
+    "extends",
+    "propose_token",
+]

@@ -2,7 +2,7 @@
 
 from jaxspec.verification.block import verify_block
 from jaxspec.verification.chain import verify_greedy, verify_match, verify_rejection
-from jaxspec.verification.coins import Coins, block_coins, chain_coins, draft_coins
+from jaxspec.verification.coins import Coins, block_coins, chain_coins, draft_noise
 from jaxspec.verification.draws import inverse_cdf
 from jaxspec.verification.greedy import greedy_accept, greedy_token
 from jaxspec.verification.nodes import (
@@ -33,7 +33,7 @@ __all__ = [
     "block_coins",
     "chain_coins",
     "chain_nodes",
-    "draft_coins",
+    "draft_noise",
     "greedy_accept",
     "greedy_token",
     "inverse_cdf",

@@ -11,6 +11,8 @@ committed length L verifies rows L .. L + D - 1, and the next one starts behind 
                                      first rejected one, so rows that come again were not looked at.
     column 1 + j, position L         block verification: is the prefix that ends with draft j accepted? It looks at all
                                      rows in every round, so the round, known by its L, is part of the key.
+
+Drafts are drawn with noise of a stream of their own, `draft_noise`, whose key names the round as well.
 """
 
 from typing import NamedTuple
@@ -111,14 +113,26 @@ def block_coins(seed: Array, seq_lens: Array, num_rows: int) -> Coins:
     )
 
 
-def draft_coins(seed: Array, seq_lens: Array, num_drafts: int) -> Array:
-    """float32[B, num_drafts], what a round's drafts are drawn with, on a stream of their own.
+def draft_noise(seed: Array, seq_lens: Array, index: Array | int, size: int) -> Array:
+    """Exponential noise that a draft is drawn with: the token of the largest p / noise has law p.
 
-    A block's verdict looks at every draft, also at those it rejects, so the round is part of the key here as well.
+    A function of (seed, L, index, token). A block's verdict looks at every draft, also at those it rejects, so the
+    round, known by its L, is part of the key. Tiny values, which decide the draw, are as finely resolved as large ones.
 
     Args:
       seed: uint32[B].
-      seq_lens: int32[B].
-      num_drafts: D - 1 (static).
+      seq_lens: int32[B], L of the round that verifies the draft.
+      index: int32[], number of the draft in its round, from 0.
+      size: V (static).
+
+    Returns:
+      float32[B, V], above 0 and finite.
     """
-    return uniform(seed[:, None], seq_lens[:, None], ACCEPT + jnp.arange(num_drafts, dtype=jnp.int32), DRAFT)
+    column = jnp.broadcast_to(jnp.asarray(index), seed.shape).astype(jnp.uint32)
+    stream = jnp.full(seed.shape, _STREAM_SALT + DRAFT, jnp.uint32)
+    key = threefry((seed.astype(jnp.uint32), stream), (seq_lens.astype(jnp.uint32), column))
+    token = jnp.broadcast_to(jnp.arange(size, dtype=jnp.uint32), (*seed.shape, size))
+    key = tuple(jnp.broadcast_to(word[:, None], token.shape) for word in key)
+    high, low = (word.astype(jnp.float32) for word in threefry(key, (token, jnp.zeros_like(token))))
+    u = high * jnp.float32(2.0**-32) + low * jnp.float32(2.0**-64)
+    return -jnp.log1p(-jnp.clip(u, 2.0**-64, 1 - 2.0**-24))
