@@ -18,6 +18,7 @@
     kpool_ragged_layout     the index pages of a prefill side by side, and the pools that each query row sees
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
+    commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
 them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
@@ -35,6 +36,7 @@ from pallas_kernels.buffers import (
 )
 from pallas_kernels.cache_locs import extend_cache_locs
 from pallas_kernels.checked import KernelFault
+from pallas_kernels.context_rows import commit_context_rows
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.kpool import kpool_metadata, kpool_metadata_fusion_supported
 from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
@@ -60,6 +62,7 @@ __all__ = [
     "RaggedLayout",
     "View",
     "WindowBuffers",
+    "commit_context_rows",
     "commit_track_indices",
     "decode_lengths",
     "decode_metadata",

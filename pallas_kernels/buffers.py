@@ -279,12 +279,12 @@ def flatten(out: Out | dict[str, Array | None], names: tuple[str, ...]) -> tuple
             number = list(operands).index(id(holder)) if id(holder) in operands else len(operands)
             operands[id(holder)] = holder
             sections.append((name, section(f"out.{name}" if len(names) > 1 else name, array, number, written=True)))
-    _check_disjoint(tuple(sections), tuple(holder.size for holder in operands.values()))
+    check_disjoint(tuple((f"out.{n}", s) for n, s in sections), tuple(holder.size for holder in operands.values()))
     return tuple(operands.values()), Destination(tuple(sections))
 
 
 @functools.lru_cache(maxsize=1024)
-def _check_disjoint(sections: tuple[tuple[str, Section], ...], sizes: tuple[int, ...]) -> None:
+def check_disjoint(sections: tuple[tuple[str, Section], ...], sizes: tuple[int, ...]) -> None:
     """Raise ValueError if two sections share a cell: exact, by marking cells, so very large buffers are passed over."""
     for buffer, size in enumerate(sizes):
         here = [(name, place) for name, place in sections if place.buffer == buffer]
@@ -296,9 +296,7 @@ def _check_disjoint(sections: tuple[tuple[str, Section], ...], sizes: tuple[int,
             cells = place.offset + sum(np.meshgrid(*steps, indexing="ij", sparse=True))
             if (owner[cells] >= 0).any():
                 other = here[owner[cells].max()][0]
-                raise ValueError(
-                    f"out.{name} and out.{other} share cells of their buffer: give Views that do not overlap"
-                )
+                raise ValueError(f"{name} and {other} share cells of their buffer: give Views that do not overlap")
             owner[cells] = number
 
 

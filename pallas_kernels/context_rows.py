@@ -1,0 +1,299 @@
+"""commit_context_rows: of the rows that a draft makes of its target's features, the accepted ones go to its cache.
+
+A program handles one row of one layer, or a few heads of it. That of a row that is not committed ends at once: it looks
+neither at the row's location nor at its K and V.
+"""
+
+import dataclasses
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import backend as backends
+from pallas_kernels.buffers import check_disjoint, describe
+from pallas_kernels.operands import Inputs
+from pallas_kernels.views import Array, Section, View, row_major, section
+
+HEADS = 8  # of a program: their loads wait together
+
+
+def commit_context_rows(
+    k: Array,
+    v: Array,
+    norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    locs: tuple[Array, ...],
+    kinds: tuple[int, ...],
+    commit: Array,
+    out: tuple[Array, ...],
+    *,
+    eps: float,
+    backend: str | None = None,
+) -> tuple[Array, ...]:
+    """Norm, rotate and store K, and store V, of the first commit[b] of each request's D rows, in all N layers.
+
+        out[l][locs[kinds[l]][b, j]] = [rotate(norm_l(k[b, j, l])) of all heads | v[b, j, l] of all heads]
+
+    for j < commit[b]. K is normed by head in float32, k / sqrt(mean(k * k) + eps) * norm[l], rounded to its dtype,
+    rotated in float32, and rounded again. Element i of the first half of a head is paired with element i of the second.
+    V is moved. It is one launch for any number of rows and layers.
+
+    A row with j >= commit[b] is skipped, whatever its K, V and locations hold: they are not looked at. So is one whose
+    location is outside 0 .. slots - 1. All other cells of `out` keep their value. The rows that are written must have
+    different locations, but for slot 0, the sink, which is then left with anything that was there or meant for it.
+
+    Args:
+      k, v: [B, D, N, heads, hd] in float32 or bfloat16, or another float of 16 bits; hd is even. Arrays, or Views
+        whose heads have no gaps, of one product's result for example.
+      norm: [N, hd], any float.
+      cos, sin: float32[B, D, hd // 2], of the angle at each row's position.
+      locs: int[B, D] each: for each kind of page, the slots of the rows.
+      kinds: for each layer, which of `locs` are its own (static).
+      commit: int[B], rows to write; D and more are all of them.
+      out: for each layer a destination [slots, *entry] or [pages, slots a page, *entry], the latter a power of two. An
+        entry is 2 * heads * hd cells in row-major order: K of all heads, then V. An array, or a View with any strides
+        but an entry without gaps: it fills a part of one row of its buffer, or whole rows. Views may share one buffer.
+        Of k's dtype, or of unsigned integers of its size, which then hold its bits. Donated, to be written in place.
+      eps: of the norm (static).
+      backend: as in decode_metadata.
+
+    Returns:
+      `out` after, in the same structure.
+
+    Raises:
+      ValueError: for arguments against these rules; the message names the argument and the rule.
+
+    Source: the commit of a block draft's context K/V in SGLang's DSPARK worker, its contract restated; the design is
+    ours.
+
+    >>> import jax.numpy as jnp
+    >>> k, v = jnp.full((1, 2, 1, 1, 2), 3.0), jnp.full((1, 2, 1, 1, 2), 5.0)  # two rows, one layer, one head
+    >>> cos, sin = jnp.zeros((1, 2, 1)), jnp.ones((1, 2, 1))  # a quarter turn
+    >>> call = dict(norm=jnp.ones((1, 2)), cos=cos, sin=sin, locs=(jnp.array([[1, 2]]),), kinds=(0,), eps=0.0)
+    >>> commit_context_rows(k, v, commit=jnp.array([1]), out=(jnp.zeros((3, 4)),), **call)[0].tolist()
+    [[0.0, 0.0, 0.0, 0.0], [-1.0, 1.0, 5.0, 5.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    backends.check(backend)
+    B, D, N, heads, hd = _check_rows(k, v)
+    for name, array, shape in (("norm", norm, (N, hd)), ("cos", cos, (B, D, hd // 2)), ("sin", sin, (B, D, hd // 2))):
+        if getattr(array, "shape", None) != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {describe(array)}: it must be floats of shape {shape}, as k is {describe(k)}")
+    inputs = Inputs()
+    commits = inputs.add("commit", commit, 1, B)
+    places = tuple(_location(inputs, f"locs[{i}]", array, (B, D)) for i, array in enumerate(locs))
+    kinds = _check_kinds(kinds, N, len(places))
+    rows = tuple(_add_rows(inputs, name, array) for name, array in (("k", k), ("v", v)))
+    first = len(inputs.arrays)
+    inputs.arrays += [norm, *(jnp.asarray(x, jnp.float32).reshape(B * D, hd // 2) for x in (cos, sin))]
+    inputs.labels += ["norm", "cos", "sin"]
+    buffers, sections = _destinations(out, N, k.dtype, 2 * heads * hd)
+    operation = ContextRows(
+        (B, D, N, heads, hd),
+        float(eps),
+        str(k.dtype),
+        commits,
+        places,
+        kinds,
+        *rows,
+        first,
+        sections,
+        tuple(inputs.labels),
+    )
+    if 0 in (B, D, N, *(place.shape[0] for place in sections)):
+        return out
+    after = backends.run(operation, backend, tuple(inputs.arrays), buffers)
+    return tuple(
+        dataclasses.replace(old, buffer=after[place.buffer])
+        if isinstance(old, View)
+        else after[place.buffer].reshape(old.shape)
+        for old, place in zip(out, sections, strict=True)
+    )
+
+
+def _check_rows(k: Array, v: Array) -> tuple[int, int, int, int, int]:
+    """The shape of K and V, or raise ValueError."""
+    shape = getattr(k, "shape", ())
+    if len(shape) != 5 or shape[4] % 2 or not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize not in (2, 4):
+        raise ValueError(
+            f"k is {describe(k)}: it must be [requests, rows, layers, heads, head width] in float32 or a float of 16 "
+            "bits, the width even"
+        )
+    if getattr(v, "shape", ()) != shape or v.dtype != k.dtype:
+        raise ValueError(f"v is {describe(v)}: it must be {k.dtype}{list(shape)}, as k is")
+    return shape
+
+
+def _location(inputs: Inputs, name: str, array: Array, shape: tuple[int, int]) -> Section:
+    """The place of a table of locations, or raise ValueError."""
+    place = inputs.add(name, array, 2, shape[0])
+    if place.shape != shape:
+        raise ValueError(f"{name} has shape {place.shape}: it must be {shape}, as k has requests and rows")
+    return place
+
+
+def _check_kinds(kinds, layers: int, count: int) -> tuple[int, ...]:
+    try:
+        kinds = tuple(map(operator.index, kinds))
+    except TypeError as error:
+        raise ValueError(f"kinds={kinds!r}: it must be integers known at compile time, one a layer") from error
+    if len(kinds) != layers or any(not 0 <= kind < count for kind in kinds):
+        raise ValueError(f"kinds={kinds} for {layers} layers: give each the index of its own among {count} locs")
+    return kinds
+
+
+def _add_rows(inputs: Inputs, name: str, array: Array) -> Section:
+    """The place of K or V: (request, row, layer, cell of all heads), in an operand that Views may share."""
+    B, D, N, heads, hd = array.shape
+    if not isinstance(array, View):
+        operand, shape = array.reshape(B * D * N, heads * hd), (B, D, N, heads * hd)
+        place = Section(len(inputs.arrays), 0, shape, row_major(shape), heads * hd)
+    else:
+        operand, number = array.buffer, _number(inputs.arrays, array.buffer)
+        place = section(name, array, number, dtype=array.dtype)
+        if (heads > 1 and place.strides[3] != hd) or (hd > 1 and place.strides[4] != 1):
+            raise ValueError(f"{name} has the strides {place.strides[3:]} of heads and cells: heads must have no gaps")
+        place = dataclasses.replace(place, shape=(B, D, N, heads * hd), strides=(*place.strides[:3], 1))
+    if place.buffer == len(inputs.arrays):
+        inputs.arrays.append(operand)
+        inputs.labels.append(name)
+    return place
+
+
+def _number(arrays, array) -> int:
+    """Where among the arrays this one is, or would be appended."""
+    return next((i for i, other in enumerate(arrays) if other is array), len(arrays))
+
+
+def _destinations(out, layers: int, dtype, size: int) -> tuple[tuple[jax.Array, ...], tuple[Section, ...]]:
+    """The buffers, and where in them cell c of part r of the entry of (page, slot of the page) lies, for each layer.
+
+    A part is what of an entry lies in one row of the buffer.
+    """
+    if not isinstance(out, tuple | list) or len(out) != layers:
+        count = len(out) if isinstance(out, tuple | list) else type(out).__name__
+        raise ValueError(f"out is {count} for {layers} layers of k: give a tuple with a destination for each")
+    buffers, operands, sections = [], [], []
+    for number, array in enumerate(out):
+        name = f"out[{number}]"
+        slots, entry = _split(name, array, dtype, size)
+        holder = array.buffer if isinstance(array, View) else array
+        buffer = _number(buffers, holder)
+        if buffer == len(buffers):
+            buffers.append(holder)
+            operands.append(holder if isinstance(array, View) else holder.reshape(math.prod(slots), size))
+        elif not isinstance(array, View):
+            raise ValueError(f"{name} is the destination of another layer, too: give each its own")
+        sections.append(_place(name, array, buffer, slots, entry, size))
+    check_disjoint(tuple((f"out[{i}]", place) for i, place in enumerate(sections)), tuple(x.size for x in operands))
+    return tuple(operands), tuple(sections)
+
+
+def _split(name: str, array: Array, dtype, size: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """((pages, slots a page), shape of an entry) of a destination, or raise ValueError."""
+    shape = getattr(array, "shape", ())
+    at = next((at for at in (1, 2) if math.prod(shape[at:]) == size and len(shape) > at), None)
+    bits = f"uint{8 * dtype.itemsize}"
+    if at is None or array.dtype not in (dtype, jnp.dtype(bits)):
+        raise ValueError(
+            f"{name} is {describe(array)}: it must be {dtype} or {bits}, [slots, {size}], entries as k and v have them"
+        )
+    pages, per_page = (shape[0], 1) if at == 1 else shape[:2]
+    if per_page & (per_page - 1):
+        raise ValueError(f"{name} has {per_page} slots a page: it must be a power of two")
+    return (pages, per_page), shape[at:]
+
+
+def _place(name: str, array: Array, buffer: int, slots: tuple[int, int], entry: tuple, size: int) -> Section:
+    shape = (*slots, 1, size)
+    if not isinstance(array, View):
+        return Section(buffer, 0, shape, row_major(shape), size)
+    place = section(name, array, buffer, written=True, dtype=array.dtype)
+    lead, inner = array.strides[: array.ndim - len(entry)], array.strides[array.ndim - len(entry) :]
+    if any(have != want for n, have, want in zip(entry, inner, row_major(entry), strict=True) if n > 1):
+        raise ValueError(
+            f"{name} has the strides {inner} within an entry of shape {entry}: it must be row-major without gaps; only "
+            "slots and pages may be apart"
+        )
+    columns = size if place.columns is None else place.columns
+    part = (1, size) if size <= columns else (size // columns, columns)
+    strides = (*lead, 0)[:2], columns if part[0] > 1 else 0, 1
+    return dataclasses.replace(place, shape=(*slots, *part), strides=(*strides[0], *strides[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextRows:
+    """One call: an `Operation` (see lanes.py).
+
+    shape   requests, rows, layers, heads, width of a head
+    dtype   of K and V
+    k, v    places of the rows: (request, row, layer, cell of all heads)
+    norm    number of that operand; those of cosine and sine follow
+    outs    place of each layer's entries: (page, slot of the page, part of the entry, cell of the part)
+    """
+
+    shape: tuple[int, int, int, int, int]
+    eps: float
+    dtype: str
+    commit: Section
+    locs: tuple[Section, ...]
+    kinds: tuple[int, ...]
+    k: Section
+    v: Section
+    norm: int
+    outs: tuple[Section, ...]
+    labels: tuple[str, ...]
+    name = "commit_context_rows"
+    programs = 0
+    reference_is_faster = False
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of each layer."""
+        return tuple(place.shape[0] * place.shape[1] for place in self.outs)
+
+    def _address(self, place: Section, loc) -> tuple:
+        """Index of the first cell of the entry of a slot."""
+        shift = place.shape[1].bit_length() - 1
+        return place.index(loc >> shift, loc & (place.shape[1] - 1), 0, 0) if shift else place.index(loc, 0, 0, 0)
+
+    def reference(self, inputs: tuple, outputs: tuple) -> tuple:
+        B, D, N, heads, hd = self.shape
+        commit, locs = self.commit.read(inputs), [place.read(inputs) for place in self.locs]
+        k, v = (place.read(inputs).reshape(self.shape) for place in (self.k, self.v))
+        norm, cos, sin = inputs[self.norm : self.norm + 3]
+        angles = (x.reshape(B, D, 1, 1, hd // 2) for x in (cos, sin))
+        rows = jnp.stack([self._keys(k, norm, *angles), v], axis=3).reshape(B * D, N, 2 * heads * hd)
+        wanted = jnp.arange(D, dtype=jnp.int32) < commit[:, None]
+        outputs = list(outputs)
+        for layer, (place, kind) in enumerate(zip(self.outs, self.kinds, strict=True)):
+            live = (wanted & (locs[kind] >= 0) & (locs[kind] < self.slots[layer])).reshape(B * D)
+            loc = jnp.where(live, locs[kind].reshape(B * D), 0)
+            outputs[place.buffer] = self._put(outputs[place.buffer], place, loc, live, rows[:, layer])
+        return tuple(outputs)
+
+    def _keys(self, k, norm, cos, sin):
+        """K as it is stored. reduce_precision: of two casts, down and up, XLA may drop both."""
+        wide = k.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        kind = jnp.finfo(self.dtype)
+        wide = lax.reduce_precision(wide * norm[:, None].astype(jnp.float32), kind.nexp, kind.nmant)
+        first, second = jnp.split(wide, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(self.dtype)
+
+    def _put(self, buffer, place: Section, loc, live, rows):
+        """The buffer with rows [n, size] at the slots; a row that is not live puts back what the sink holds."""
+        window = place.shape[4 - buffer.ndim :]
+        rows = rows.reshape(-1, *window)
+        if buffer.dtype != rows.dtype:
+            rows = lax.bitcast_convert_type(rows, buffer.dtype)
+        start = [jnp.broadcast_to(jnp.int32(i), loc.shape) for i in self._address(place, loc)]
+        sink = lax.dynamic_slice(buffer, [jnp.int32(i) for i in self._address(place, 0)], window)
+        rows = jnp.where(live.reshape(-1, *(1,) * len(window)), rows, sink)
+        dims = tuple(range(len(window)))
+        dimensions = lax.ScatterDimensionNumbers(tuple(d + 1 for d in dims), (), dims)
+        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return lax.scatter(buffer, jnp.stack(start, axis=-1), rows, dimensions, mode=mode)
