@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxspec.drafting.base import Drafter
+from jaxspec.models.checkpoint import Checkpoint
 
 Array = jax.Array
 Params = Any  # a pytree of float32 arrays: what is trained
@@ -88,7 +89,7 @@ class Learner(Protocol):
       num_drafts: gamma, drafts that are learned from each anchor.
     """
 
-    kind: ClassVar[str]
+    kind: str
     taps: tuple[int, ...]
     num_drafts: int
 
@@ -110,8 +111,8 @@ class Learner(Protocol):
     def decode_params(self, params: Params, shared: dict[str, Array], dtype: Any) -> Any:
         """What that drafter's `Params.draft` is: the weights as they are stored, in `dtype`."""
 
-    def save(self, folder: pathlib.Path, params: Params) -> None:
-        """Writes the draft's folder in its public format, bfloat16."""
+    def save(self, folder: pathlib.Path, params: Params, target: Checkpoint) -> None:
+        """Writes the draft's folder in its public format, bfloat16; `target` is what it was trained for."""
 
 
 def draw_anchors(key: Array, batch: int, length: int, count: int, num_drafts: int) -> Array:
