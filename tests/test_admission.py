@@ -15,14 +15,14 @@ KINDS = [
 ]
 
 # What a unified pool grants, a cell for each algorithm and attention: "." always, "c" chains only, "f" only if the
-# draft fuses, "x" never.
+# draft fuses, "s" the same where the target has states, "x" never.
 UNIFIED = """
               reference  triton  mosaic
     none          .        .       .
     ngram         .        .       .
     draft_lm      .        .       .
     dspark        c        c       c
-    dflash        .        .       x
+    dflash        s        s       x
     eagle         f        f       x
     mtp           f        f       x
 """
@@ -40,7 +40,8 @@ def wanted(algorithm, memory, attention, kinds, mla, kpool, topology, fuses):
         return True
     if mla and "swa" in kinds:
         return False
-    return {".": True, "c": topology == "chain", "f": fuses, "x": False}[CELLS[algorithm, attention]]
+    chain, beside_states = topology == "chain", fuses or "state" not in kinds
+    return {".": True, "c": chain, "f": fuses, "s": beside_states, "x": False}[CELLS[algorithm, attention]]
 
 
 @pytest.mark.parametrize("memory", ["static", "unified"])
@@ -102,6 +103,12 @@ MLA_ALL = (
 DENIALS = [
     *(({"algorithm": name, "attention": "mosaic"}, attention_denied(name)) for name in ("dflash", "eagle", "mtp")),
     *(({"algorithm": name, "fuses": False}, unfused(name)) for name in ("eagle", "mtp")),
+    (
+        {"algorithm": "dflash", "fuses": False, "kinds": ("state", "full"), "declined": "a row has 8 bytes"},
+        "fuses=False: algorithm='dflash' on memory='unified' keeps the draft's K and V in the target's entries of a "
+        "target with states, kinds=('full', 'state') (a row has 8 bytes); store the draft's layers there, or choose "
+        "memory='static'",
+    ),
     (
         {"algorithm": "dspark", "topology": "tree"},
         "topology='tree': algorithm='dspark' on memory='unified' verifies chains only; choose topology='chain', or "

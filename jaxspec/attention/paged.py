@@ -34,6 +34,7 @@ def paged_attention(
     page_size: int,
     window: int | None = None,
     scale: float | None = None,
+    causal: bool = True,
 ) -> Array:
     """Attention of each request's query rows over its own pages.
 
@@ -52,6 +53,7 @@ def paged_attention(
       window: None, or how many keys a query sees, itself included. Only the columns that can hold visible keys are
         read.
       scale: factor on the scores; head_dim ** -0.5 by default.
+      causal: False drops the first condition, so that rows also see the rows after them.
 
     Returns:
       [B, D, heads, value_dim] in q's dtype; value_dim is head_dim where kv is an array.
@@ -88,7 +90,7 @@ def paged_attention(
     kv_heads = keys.shape[2]
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, kv {kv_heads}: the first must be a multiple of the second")
-    visible = readable[:, None] & (key_positions[:, None] <= positions[:, :, None])  # [B, D, S]
+    visible = readable[:, None] & (key_positions[:, None] <= positions[:, :, None] if causal else True)  # [B, D, S]
     if window is not None:
         visible &= key_positions[:, None] > positions[:, :, None] - window
 

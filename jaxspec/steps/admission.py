@@ -3,7 +3,8 @@
     algorithm                unified memory: attention       and                  static memory
     none, ngram, draft_lm    reference, triton, mosaic                            all
     dspark                   reference, triton, mosaic       chains only          all
-    dflash                   reference, triton                                    all
+    dflash                   reference, triton               beside states        all
+                                                             the draft fuses
     eagle, mtp               reference, triton               the draft fuses      all
 
 Whatever the algorithm, a unified pool takes no model with MLA beside sliding-window layers, and neither memory takes
@@ -34,12 +35,13 @@ class Terms(NamedTuple):
     Attributes:
       attentions: the attention kinds that the target's verify may run with.
       chain_only: whether drafts must form a chain.
-      must_fuse: whether the draft's K and V must be lanes of the target's entries.
+      must_fuse: whether the draft's K and V must be lanes of the target's entries: "always", "states", which is where
+        the target has some, or "never".
     """
 
     attentions: tuple[str, ...] = ATTENTIONS
     chain_only: bool = False
-    must_fuse: bool = False
+    must_fuse: str = "never"
 
 
 _NOT_FIXED_GRID = ("reference", "triton")
@@ -48,9 +50,9 @@ UNIFIED_TERMS = {
     "ngram": Terms(),
     "draft_lm": Terms(),
     "dspark": Terms(chain_only=True),
-    "dflash": Terms(_NOT_FIXED_GRID),
-    "eagle": Terms(_NOT_FIXED_GRID, must_fuse=True),
-    "mtp": Terms(_NOT_FIXED_GRID, must_fuse=True),
+    "dflash": Terms(_NOT_FIXED_GRID, must_fuse="states"),
+    "eagle": Terms(_NOT_FIXED_GRID, must_fuse="always"),
+    "mtp": Terms(_NOT_FIXED_GRID, must_fuse="always"),
 }
 ALGORITHMS = tuple(UNIFIED_TERMS)
 
@@ -82,7 +84,7 @@ def _names(choices: Collection[str], last: str = "or") -> str:
     return f"{', '.join(others)} {last} {final}" if others else final
 
 
-def _denial(algorithm, memory, attention, kinds, mla, kpool, topology, fuses) -> str:
+def _denial(algorithm, memory, attention, kinds, mla, kpool, topology, fuses, declined) -> str:
     """The reason against known names, the most general first; empty if there is none."""
     if kpool and topology == "tree":
         return (
@@ -105,10 +107,11 @@ def _denial(algorithm, memory, attention, kinds, mla, kpool, topology, fuses) ->
         )
     if terms.chain_only and topology != "chain":
         return f"topology={topology!r}: {runs} verifies chains only; choose topology='chain', or memory='static'"
-    if terms.must_fuse and not fuses:
+    if not fuses and (terms.must_fuse == "always" or (terms.must_fuse == "states" and "state" in kinds)):
+        beside = "" if terms.must_fuse == "always" else f" of a target with states, kinds={kinds}"
         return (
-            f"fuses=False: {runs} keeps the draft's K and V in the target's entries; store the draft's layers there, "
-            "or choose memory='static'"
+            f"fuses=False: {runs} keeps the draft's K and V in the target's entries{beside}"
+            f"{f' ({declined})' if declined else ''}; store the draft's layers there, or choose memory='static'"
         )
     return ""
 
@@ -123,6 +126,7 @@ def admit(
     kpool: bool = False,
     topology: str = "chain",
     fuses: bool = True,
+    declined: str = "",
 ) -> Admission:
     """Whether an algorithm may run with a memory, an attention kind and a model. A pure function of names and flags.
 
@@ -136,6 +140,7 @@ def admit(
       topology: what a verify's rows form, "chain" or "tree".
       fuses: whether the draft's K and V can be lanes of the target's entries. Of no account for an algorithm without
         any.
+      declined: why they cannot, to be said where that is the reason.
 
     Returns:
       An `Admission`. Where several rules are broken the reason is the most general one's: trees over compressed keys,
@@ -164,5 +169,5 @@ def admit(
     if isinstance(kinds, str) or not kinds or set(kinds) - set(KINDS):
         raise InputError(f"kinds={kinds!r}: must hold one or more of {_names(KINDS, 'and')}")
     kinds = tuple(kind for kind in KINDS if kind in kinds)
-    reason = _denial(algorithm, memory, attention, kinds, mla, kpool, topology, fuses)
+    reason = _denial(algorithm, memory, attention, kinds, mla, kpool, topology, fuses, declined)
     return Admission(not reason, reason)

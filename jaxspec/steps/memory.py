@@ -1,8 +1,9 @@
 """The memory of a step: split pools, a buffer a layer and a pool for each kind of page, or one unified pool.
 
-In a unified pool a drafter's layers are lanes of the target's FULL entries, so its rows live and die with the
-target's. Such a drafter names its layers as `cache_layers`, and its state has a field `cache`: the step lends it a view
-of the pool while the drafter runs, and takes the pool back.
+In a unified pool a drafter's layers are lanes of the target's entries, so its rows live and die with the target's.
+Such a drafter names its layers as `cache_layers`, and its state has a field `cache`: the step lends it a view of the
+pool while the drafter runs, and takes the pool back. A drafter whose rows cannot be lanes has a private pool in its own
+state.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from jaxspec.cache import (
     init_unified,
     sized_layers,
 )
+from jaxspec.cache.placement import PRIVATE
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
@@ -32,8 +34,14 @@ from pallas_kernels import replay_state_indices
 Array = jax.Array
 
 
+def place(target: Model, drafter: Drafter | None, config: SpecConfig) -> Drafter | None:
+    """The drafter with its layers where this target and this memory want them; itself if it does not ask."""
+    return drafter.placed(target, config) if hasattr(drafter, "placed") else drafter
+
+
 def _layers(target: Model, drafter: Drafter | None, config: SpecConfig) -> dict[str, tuple]:
     """The target's layers and the drafter's lanes, sized for the rows of a round."""
+    drafter = place(target, drafter, config)
     lists = {"layers": target.layers, "draft_layers": getattr(drafter, "cache_layers", ())}
     for name, layers in lists.items():
         for index, spec in enumerate(layers):
@@ -77,10 +85,13 @@ def init_memory(
     target: Model, drafter: Drafter | None, config: SpecConfig
 ) -> tuple[KVCache | PoolCache, Pages | UnifiedPages, Any]:
     """The target's cache, the pages and the drafter's state, all empty."""
+    drafter, private = place(target, drafter, config), {}
     shape = {"rows": config.rows, "pages_per_row": config.pages_per_row, "seed": config.pool_seed}
     if config.memory == "unified":
         layout = pool_layout(target, drafter, config)
         cache, pages = init_pool(layout), init_unified(layout, **shape)
+        if private_bytes(drafter):
+            private = {"num_pages": pages.v2p.shape[0]}
     else:
         num_pages, num_swa_pages = config.full_pages(), config.swa_pages(target.swa_window)
         sizes = {"page_size": config.page_size, "num_pages": num_pages}
@@ -88,7 +99,13 @@ def init_memory(
         layers = _layers(target, drafter, config)["layers"]
         cache = init_cache(layers, num_swa_pages=num_swa_pages, num_states=config.rows, dtype=target.dtype, **sizes)
         pages = init_pages(num_swa_pages=0 if target.swa_window is None else num_swa_pages, **sizes, **shape)
-    return cache, pages, () if drafter is None else drafter.init(config)
+    return cache, pages, () if drafter is None else drafter.init(config, **private)
+
+
+def private_bytes(drafter: Drafter | None) -> int:
+    """Bytes a token in a placed drafter's private pool; 0 if it has none."""
+    placement = getattr(drafter, "placement", None)
+    return placement.token_bytes(drafter.dtype) if placement is not None and placement.where == PRIVATE else 0
 
 
 def page_rows(config: SpecConfig, pages: Pages | UnifiedPages) -> Array | Ids:

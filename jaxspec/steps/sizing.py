@@ -28,7 +28,7 @@ from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
-from jaxspec.steps.memory import smallest_pool
+from jaxspec.steps.memory import place, private_bytes, smallest_pool
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -218,7 +218,7 @@ class PoolConfig:
         states_per_request: int = 1,
         private_draft_bytes: int = 0,
     ) -> "PoolConfig":
-        """The largest pool of a budget, for a model and a drafter whose layers are lanes of its entries.
+        """The largest pool of a budget, for a model and a drafter.
 
         With r = state_full_memory_ratio, E bytes a state and q = states_per_request, states may have budget * r /
         (1 + r) bytes, so that (that - E) // (E * (q + D)) requests run: E for the sink, q in the pool and D beside it
@@ -227,7 +227,8 @@ class PoolConfig:
         Args:
           budget: bytes for K, V and states, the model's and the drafter's. Weights and activations are not among them.
           model: whose layers, dtype and context are meant.
-          drafter: who drafts; its `cache_layers`, if it has any, are lanes.
+          drafter: who drafts; its `cache_layers`, if it has any, are lanes. One that keeps a private pool because its
+            rows cannot be lanes is paid for out of the budget too.
           num_draft_tokens: D, rows verified per request and round.
           requests: most requests that run at once. None: what the states allow; for a model without any, as many
             requests of context_len tokens as fit.
@@ -236,7 +237,8 @@ class PoolConfig:
           swa_full_tokens_ratio: SWA tokens planned for a FULL token, above 0 and at most 1.
           state_full_memory_ratio: bytes that states may have for a byte of pages, above 0.
           states_per_request: states that a running request has in the pool: its own, and those it tracks.
-          private_draft_bytes: bytes a token in the pool of a draft whose rows are no lanes.
+          private_draft_bytes: bytes a token of what another draft keeps beside the pool, one that the library does not
+            know of.
 
         Raises:
           InputError: the budget does not hold one request of context_len tokens; the message says what does. Or an
@@ -275,6 +277,8 @@ class PoolConfig:
             prefill_chunk=prefill_chunk,
             memory="unified",
         )
+        drafter = place(model, drafter, shape)
+        private_draft_bytes += private_bytes(drafter)
         sizes = _Sizes(
             layout=smallest_pool(model, drafter, shape, full=1, swa=1, state=1),
             states=states_per_request,

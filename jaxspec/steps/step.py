@@ -13,6 +13,7 @@ from jaxspec.errors import InputError
 from jaxspec.models.contract import Model
 from jaxspec.steps.admission import admit
 from jaxspec.steps.fusion import decide_fusion
+from jaxspec.steps.memory import place
 from jaxspec.steps.prefill import prefill
 from jaxspec.steps.round import StepOutput, run_round
 from jaxspec.steps.state import SpecState
@@ -65,8 +66,8 @@ class SpecStep:
     and may be called, jitted or not, by a script that wants to stand between them.
 
     Attributes:
-      target: the model that decides.
-      drafter: who proposes; None with D = 1 is plain decoding.
+      target: the model that decides, tapped for a drafter that looks at its layers.
+      drafter: who proposes, its layers placed; None with D = 1 is plain decoding.
       config: shapes.
       options: XLA options, as sorted pairs.
     """
@@ -96,8 +97,9 @@ def make_spec_step(
       options: XLA options for the compiled functions; `compiler_options()` by default.
 
     Raises:
-      InputError: the draft model's vocabulary or context, or what prediction blocks select, does not match the
-        target's, or `jaxspec.admit` denies the combination.
+      InputError: the draft's vocabulary, context or depth, the layers it looks at, or what prediction blocks select,
+        does not match the target's or the shapes, or `jaxspec.admit` denies the combination; or the
+        configuration's verifier asks what drafts were drawn from and the drafter cannot say.
 
     Example:
       >>> import jaxspec
@@ -115,6 +117,7 @@ def make_spec_step(
         raise InputError(f"drafter={drafter!r}: give an instance, jaxspec.NgramDrafter() say, or None")
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
+    drafter = place(target, drafter, config)
     lanes = tuple(getattr(drafter, "cache_layers", ()))
     admit(
         "none" if drafter is None else getattr(drafter, "algorithm", "draft_lm"),
@@ -127,7 +130,16 @@ def make_spec_step(
         mla=any(spec.carries == POSITION and spec.value_shape[1] == 0 for spec in target.layers),
         kpool=target.sparse is not None,
         fuses=bool(lanes),
+        declined=getattr(getattr(drafter, "placement", None), "reason", ""),
     ).require()
+    if config.asks_probs and not getattr(drafter, "has_probs", False):
+        raise InputError(
+            f"sampling={config.sampling!r} asks what drafts were drawn from, which "
+            f"{'plain decoding' if drafter is None else type(drafter).__name__} cannot say (it has no has_probs): "
+            "choose sampling='match'"
+        )
+    if taps := getattr(drafter, "taps", ()):
+        target = target.tapped(taps)
     if isinstance(drafter, MTPDrafter):
         _check_blocks(target, drafter)
     if isinstance(drafter, DraftLM):
