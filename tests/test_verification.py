@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.verification import greedy_accept, greedy_token, trim_run
+from jaxspec.verification import end_run, greedy_accept, greedy_token
+from jaxspec.verification.stopping import INVALID, UNFINISHED
+from jaxspec.verification.stopping import STOP as STOPPED
 
-STOP = 99
+STOP, VOCAB = 99, 100
 BIT = st.integers(0, 1)
 
 
@@ -18,11 +20,17 @@ def accept(drafts, num_drafts, targets):
 
 def trim(run, count, budget, stops=(STOP,)):
     """One request through a batch of one, as (kept tokens, stopped)."""
-    keep, stopped = trim_run(
-        jnp.asarray([run], jnp.int32), jnp.asarray([count]), jnp.asarray([stops], jnp.int32), jnp.asarray([budget])
+    ending = end_run(
+        jnp.asarray([run], jnp.int32),
+        jnp.asarray([count]),
+        jnp.asarray([stops], jnp.int32),
+        jnp.asarray([budget]),
+        vocab_size=VOCAB,
     )
-    assert keep.dtype == jnp.int32
-    return run[: int(keep[0])], bool(stopped[0])
+    assert ending.keep.dtype == ending.reason.dtype == ending.tokens.dtype == jnp.int32
+    assert ending.reason[0] in (UNFINISHED, STOPPED) and ending.state is None
+    assert ending.tokens.tolist() == [list(run)]
+    return run[: int(ending.keep[0])], bool(ending.reason[0] == STOPPED)
 
 
 def test_ragged_bonus():
@@ -115,10 +123,29 @@ def test_unused_places_stop_nothing():
 )
 def test_trim_equals_a_loop(requests, stops):
     runs, counts, budgets = zip(*requests, strict=True)
-    keep, stopped = trim_run(*(jnp.asarray(x, jnp.int32) for x in (runs, counts, [stops] * 3, budgets)))
+    ending = end_run(*(jnp.asarray(x, jnp.int32) for x in (runs, counts, [stops] * 3, budgets)), vocab_size=VOCAB)
     for b, (run, count, budget) in enumerate(requests):
         kept, hit = 0, False
         while kept < min(count, budget) and not hit:
             hit = run[kept] in stops and run[kept] >= 0
             kept += 1
-        assert (int(keep[b]), bool(stopped[b])) == (kept, hit)
+        assert (int(ending.keep[b]), bool(ending.reason[b] == STOPPED)) == (kept, hit)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, -(2**31), 2**31 - 1])
+def test_an_id_outside_the_vocabulary_ends_the_run_as_a_stop_id(bad):
+    """The first stop id takes its place, 0 where a request has none; behind a stop and beyond the budget it is
+    nothing."""
+    run = [[10, bad, 12, 13]] * 5 + [[bad, STOP, bad, bad]]
+    ending = end_run(
+        jnp.asarray([*run, [10, STOP, bad, 11]], jnp.int32),
+        jnp.array([4, 4, 1, 4, 4, 4, 4]),
+        jnp.array([[STOP, 7], [-1, -1], [STOP, 7], [STOP, 7], [STOP, 7], [7, 8], [STOP, -1]]),
+        jnp.array([9, 9, 9, 1, 2, 9, 9]),
+        vocab_size=VOCAB,
+    )
+    kept = [row[:keep] for row, keep in zip(ending.tokens.tolist(), ending.keep.tolist(), strict=True)]
+    assert kept == [[10, STOP], [10, 0], [10], [10], [10, STOP], [7], [10, STOP]]
+    wrong, going = INVALID, UNFINISHED
+    assert ending.reason.tolist() == [wrong, wrong, going, going, wrong, wrong, STOPPED]
+    assert ((ending.tokens >= 0) & (ending.tokens < VOCAB)).all()

@@ -18,14 +18,15 @@ from jaxspec.verification import (
     Sampling,
     chain_coins,
     chain_nodes,
+    end_run,
     greedy_token,
     target_probs,
-    trim_run,
     verify_block,
     verify_greedy,
     verify_match,
     verify_rejection,
 )
+from jaxspec.verification.stopping import STOP
 
 B, D, V = 8, 4, 12
 NAN = float("nan")
@@ -238,10 +239,15 @@ def test_ties_go_to_the_lowest_id(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_is_cut_by_a_stop_and_by_the_budget(rule):
     result = verify(rule, [greedy_request(drafts=[10, 11, 2], logits=peak(10, 11, 2, 3))] * 4)
-    keep, stopped = trim_run(
-        jnp.asarray(result.tokens[:4]), jnp.asarray(result.count[:4]), jnp.full((4, 1), 2), jnp.array([5, 2, 0, 3])
+    ending = end_run(
+        jnp.asarray(result.tokens[:4]),
+        jnp.asarray(result.count[:4]),
+        jnp.full((4, 1), 2),
+        jnp.array([5, 2, 0, 3]),
+        vocab_size=100,
     )
-    assert keep.tolist() == [3, 2, 0, 3] and stopped.tolist() == [True, False, False, True]
+    assert ending.keep.tolist() == [3, 2, 0, 3]
+    assert [reason == STOP for reason in ending.reason.tolist()] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -100,7 +100,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
     requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
     through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
     run, count = greedy_token(logits), through.astype(jnp.int32)
-    emitted = emit(spec, requests, state.tokens, state.stop_ids, through, requests.seq_len[1:], run, count)
+    emitted = emit(spec, state, requests, through, requests.seq_len[1:], run, count)
     if after and config.num_draft_tokens > 1:
         # What this drafter writes is made of the hidden rows, so of all that the target has read.
         following = emitted.history[rows[:, None], jnp.where(real, seq_lens[:, None] + column + 1, 0)]
@@ -118,12 +118,13 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
         )
         draft_state = spec.drafter.extend(params.draft, lend(cache, draft_state), context)
         cache, draft_state = take_back(cache, draft_state)
-    logprobs = log_run(state.logprobs, requests.seq_len[1:], emitted.num_tokens, logits, run)
+    logprobs = log_run(state.logprobs, requests.seq_len[1:], emitted.num_tokens, logits, emitted.tokens)
     pages = free_pages(spec, emitted.requests, pages, rows, max_advance=C)
     return state.with_(
         requests=emitted.requests,
         pages=pages,
         tokens=emitted.history,
+        stops=emitted.stops,
         logprobs=logprobs,
         cache=cache,
         draft=draft_state,

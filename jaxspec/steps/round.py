@@ -29,14 +29,13 @@ from jaxspec.steps.state import (
     FINISHED,
     LENGTH,
     RUNNING,
-    STOP,
     UNFINISHED,
     Requests,
     SpecState,
     lanes_to_rows,
     requests_of,
 )
-from jaxspec.verification import greedy_accept, greedy_token, trim_run
+from jaxspec.verification import StopMatcher, end_run, greedy_accept, greedy_token
 
 Array = jax.Array
 
@@ -91,8 +90,9 @@ class StepOutput:
       tokens: int32[B, D], emitted tokens, 0 past `num_tokens`.
       num_tokens: int32[B], tokens emitted by each lane, 0 for lanes that took no part.
       num_drafts: int32[B], drafts that were proposed.
-      accepted: int32[B], drafts that were accepted, before stop ids and length limits.
-      finish_reason: int32[B], 0 while the request runs, else 1 stop id, 2 max_new_tokens, 3 context_len.
+      accepted: int32[B], drafts that were accepted, before stops and length limits.
+      finish_reason: int32[B], 0 while the request runs, else 1 stop id, 2 max_new_tokens, 3 context_len, 4 stop string,
+        5 an id outside the vocabulary, which a stop id has taken the place of.
       unfinished: bool[], whether any request is still running.
     """
 
@@ -272,7 +272,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
     rows = plan.req_rows
     active = rows > 0
     count = jnp.where(active, verdict.accepted + 1, 0)
-    emitted = emit(spec, requests, state.tokens, state.stop_ids, active, plan.seq_lens + 1, verdict.targets, count)
+    emitted = emit(spec, state, requests, active, plan.seq_lens + 1, verdict.targets, count)
     requests, keep = emitted.requests, emitted.num_tokens
 
     accepted = jnp.where(active, verdict.accepted, 0)
@@ -291,7 +291,8 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         pages=pages,
         cache=cache,
         tokens=emitted.history,
-        logprobs=log_run(state.logprobs, plan.seq_lens + 1, keep, verdict.logits, verdict.targets),
+        stops=emitted.stops,
+        logprobs=log_run(state.logprobs, plan.seq_lens + 1, keep, verdict.logits, emitted.tokens),
         round_log=state.round_log.at[rows, nth].set(jnp.stack([accepted, keep], axis=-1)),
     )
     return state, StepOutput(
@@ -306,40 +307,58 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
 
 
 class Emitted(NamedTuple):
-    """Result of `emit`: requests and history after; tokens int32[B, D], 0 past num_tokens int32[B]."""
+    """Result of `emit`.
+
+    Attributes:
+      requests, history, stops: what the state holds as such, after.
+      tokens: int32[B, D], 0 past `num_tokens`.
+      num_tokens: int32[B].
+    """
 
     requests: Requests
     history: Array
+    stops: StopMatcher | None
     tokens: Array
     num_tokens: Array
 
 
 def emit(
-    spec, requests: Requests, history: Array, stop_ids: Array, active: Array, position: Array, run: Array, count: Array
+    spec, state: SpecState, requests: Requests, active: Array, position: Array, run: Array, count: Array
 ) -> Emitted:
-    """Appends a run of tokens to its requests and ends those that reach a stop id or a limit.
+    """Appends a run of tokens to its requests and ends those that reach a stop or a limit.
+
+    One number a lane, how many of its tokens survive, cuts everything that is kept of the run.
 
     Args:
       spec: the `SpecStep` (static).
+      state: the state, of which token history, stop ids and stop strings are read.
       requests: the numbers before; status, finish reason and output count change, lengths are the caller's.
-      history: int32[R, T], tokens of each request row.
-      stop_ids: int32[R, S].
       active: bool[B], lanes that take part; the others emit nothing.
       position: int32[B], where the first token of the run goes.
       run: int32[B, D]; count: int32[B], real tokens in it, 0 where a lane is not active.
     """
     wanted = requests.max_new_tokens[1:] - requests.num_output[1:]
     room = spec.config.context_len - position
-    keep, stopped = trim_run(run, count, stop_ids[1:], jnp.minimum(wanted, room))
+    stops = state.stops
+    ending = end_run(
+        run,
+        count,
+        state.stop_ids[1:],
+        jnp.minimum(wanted, room),
+        vocab_size=spec.target.vocab_size,
+        stops=None if stops is None else stops.replace(state=stops.state[1:]),
+    )
+    keep = ending.keep
     column = jnp.arange(run.shape[1], dtype=jnp.int32)
     live = column < keep[:, None]
-    tokens = jnp.where(live, run, 0)
+    tokens = jnp.where(live, ending.tokens, 0)
     lane_rows = jnp.arange(1, spec.config.rows, dtype=jnp.int32)
-    history = history.at[jnp.where(live, lane_rows[:, None], 0), jnp.where(live, position[:, None] + column, 0)].set(
-        tokens
-    )
+    history = state.tokens.at[
+        jnp.where(live, lane_rows[:, None], 0), jnp.where(live, position[:, None] + column, 0)
+    ].set(tokens)
 
-    reason = jnp.where(stopped, STOP, jnp.where(keep >= wanted, LENGTH, jnp.where(keep >= room, CONTEXT, UNFINISHED)))
+    limit = jnp.where(keep >= wanted, LENGTH, jnp.where(keep >= room, CONTEXT, UNFINISHED))
+    reason = jnp.where(ending.reason == UNFINISHED, limit, ending.reason)
     status = jnp.where(reason == UNFINISHED, RUNNING, FINISHED)
 
     def update(field, value):
@@ -350,7 +369,9 @@ def emit(
         finish_reason=update(requests.finish_reason, reason),
         num_output=requests.num_output + lanes_to_rows(keep),
     )
-    return Emitted(requests, history, tokens, keep)
+    if stops is not None:
+        stops = stops.replace(state=lanes_to_rows(ending.state))
+    return Emitted(requests, history, stops, tokens, keep)
 
 
 def log_run(history: Array | None, position: Array, count: Array, logits: Array | None, run: Array) -> Array | None:

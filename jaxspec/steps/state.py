@@ -24,13 +24,21 @@ from jaxspec.metadata import verify_layout
 from jaxspec.models.contract import Model
 from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import init_memory, pool_layout, smallest_pool
+from jaxspec.verification.stop_strings import StopStrings
+from jaxspec.verification.stopping import CONTEXT, INVALID, LENGTH, STOP, STOP_STRING, UNFINISHED, StopMatcher
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
 
 EMPTY, WAITING, RUNNING, FINISHED = range(4)  # Requests.status
-UNFINISHED, STOP, LENGTH, CONTEXT = range(4)  # Requests.finish_reason
-FINISH_NAMES = {UNFINISHED: None, STOP: "stop", LENGTH: "length", CONTEXT: "context"}
+FINISH_NAMES = {
+    UNFINISHED: None,
+    STOP: "stop",
+    LENGTH: "length",
+    CONTEXT: "context",
+    STOP_STRING: "stop_string",
+    INVALID: "invalid_token",
+}
 
 
 @flax.struct.dataclass
@@ -39,7 +47,8 @@ class Requests:
 
     Attributes:
       status: EMPTY, WAITING (prompt not yet in the cache), RUNNING or FINISHED.
-      finish_reason: UNFINISHED, STOP (a stop id), LENGTH (max_new_tokens) or CONTEXT (context_len).
+      finish_reason: UNFINISHED, STOP (a stop id), LENGTH (max_new_tokens), CONTEXT (context_len), STOP_STRING or
+        INVALID (an id outside the vocabulary).
       prompt_len: tokens of the prompt.
       seq_len: committed tokens L, whose K and V are in the cache. While RUNNING the newest token (the anchor) is at
         position L.
@@ -75,6 +84,7 @@ class SpecState:
       logprobs: float32[R, T], log-probability of the emitted token at each position; None unless asked for.
       packed: int32[7, R], the fields of `Requests`.
       metadata: the buffer that each round's metadata is written to.
+      stops: what finds stop strings; None if no request has one.
     """
 
     cache: KVCache | PoolCache
@@ -86,6 +96,7 @@ class SpecState:
     logprobs: Array | None
     packed: Array
     metadata: PackedMetadata
+    stops: StopMatcher | None = None
 
     def with_(self, *, requests: Requests, **parts) -> "SpecState":
         """The state with opened requests packed again and other parts replaced."""
@@ -171,6 +182,7 @@ def init_state(
     *,
     max_new_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
+    stop_strings: StopStrings | None = None,
 ) -> SpecState:
     """A state with the prompts laid out and nothing in the cache yet.
 
@@ -181,6 +193,7 @@ def init_state(
       prompts: token ids of each request, at most `config.batch_size` of them; further lanes stay empty.
       max_new_tokens: tokens each request may emit, one number or one a prompt; `config.max_new_tokens` by default.
       stop_ids: ids that end a request; the id itself is emitted.
+      stop_strings: texts that end a request; the token that completes one is emitted.
 
     Returns:
       The state, ready for `prefill`.
@@ -232,5 +245,6 @@ def init_state(
         logprobs=jnp.zeros((R, config.context_len), jnp.float32) if config.logprobs else None,
         packed=jnp.zeros((len(_REQUEST_FIELDS), R), jnp.int32),
         metadata=PackedMetadata.zeros(layout),
+        stops=None if stop_strings is None else stop_strings.matcher(len(prompts), R, target.vocab_size),
     )
     return state.with_(requests=Requests(**{name: jnp.asarray(row) for name, row in fields.items()}))

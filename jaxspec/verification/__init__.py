@@ -17,7 +17,8 @@ from jaxspec.verification.nodes import (
     chain_nodes,
 )
 from jaxspec.verification.sampling import Sampling, target_probs
-from jaxspec.verification.stopping import trim_run
+from jaxspec.verification.stop_strings import StopStrings
+from jaxspec.verification.stopping import Ending, StopMatcher, end_run
 
 __all__ = [
     "BLOCK",
@@ -27,18 +28,21 @@ __all__ = [
     "REJECTION",
     "RULE_NAMES",
     "Coins",
+    "Ending",
     "Nodes",
     "Sampling",
+    "StopMatcher",
+    "StopStrings",
     "Verified",
     "block_coins",
     "chain_coins",
     "chain_nodes",
     "draft_noise",
+    "end_run",
     "greedy_accept",
     "greedy_token",
     "inverse_cdf",
     "target_probs",
-    "trim_run",
     "verify_block",
     "verify_greedy",
     "verify_match",
