@@ -2,7 +2,9 @@
 of drafts is counted.
 
 A kind of draft is trained through a `Learner`, whatever its network is. The training loop draws texts, runs the frozen
-target over them once, and hands tokens, features and logits to the learner's loss; it never looks inside.
+target over them once, and hands tokens, features and logits to the learner's loss; it never looks inside. The module
+of a kind has `make_learner(kind, target, shape, num_drafts, taps, attention) -> Learner`: `target` is a `Checkpoint`,
+`shape` a dict of sizes from `SHAPES`, `taps` the layers that the user named or None, `attention` the kernels' names.
 
 Positions: with the text up to token L committed, L is the anchor's position. Draft j (1 .. gamma) stands for token
 L + j, which the target's row L + j - 1 predicts.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.struct
@@ -24,6 +25,27 @@ from jaxspec.models.checkpoint import Checkpoint
 
 Array = jax.Array
 Params = Any  # a pytree of float32 arrays: what is trained
+
+
+# Sizes of the drafts' own layers. Their rows are as wide as the target's.
+SHAPES = {
+    "small": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 224,
+        "markov_rank": 64,
+    },
+    "tiny": {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "markov_rank": 16,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,7 @@ class DraftSettings:
       reach_share: share of the position weights that follow from the draft itself: how much the expected run of
         accepted drafts would gain at this place.
       steps_a_dispatch: optimiser steps between two looks of the host.
+      warmup: steps in which the learning rate rises.
       muon_rate, adam_rate: peak learning rates of the matrices and of everything else.
       weight_decay: of the matrices; a step shrinks them by this times the learning rate.
       clip: largest global norm of the gradient.
@@ -54,6 +77,7 @@ class DraftSettings:
     position_decay: float = 4.0
     reach_share: float = 0.5
     steps_a_dispatch: int = 20
+    warmup: int = 100
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     weight_decay: float = 0.02
@@ -113,6 +137,9 @@ class Learner(Protocol):
 
     def save(self, folder: pathlib.Path, params: Params, target: Checkpoint) -> None:
         """Writes the draft's folder in its public format, bfloat16; `target` is what it was trained for."""
+
+    def restore(self, folder: pathlib.Path, target: Checkpoint) -> Params:
+        """The weights of a written folder, as this learner holds them: what is stored is what is measured."""
 
 
 def draw_anchors(key: Array, batch: int, length: int, count: int, num_drafts: int) -> Array:
@@ -194,6 +221,3 @@ def position_weights(chance: Array, settings: DraftSettings) -> Array:
     plain = jnp.broadcast_to(plain / plain.mean(), gain.shape)
     share = settings.reach_share
     return (1 - share) * plain + share * gain / jnp.maximum(gain.mean(), 1e-6)
-
-
-Report = Callable[[str], None]

@@ -158,10 +158,11 @@ def preset(name: str, vocab_size: int) -> Config:
     return family(**(common | sizes[name]))
 
 
-def learning_rate(progress: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Share of the peak rate at `progress` (0 to 1 of the run) and `step`: a short ramp, level, then down to 0."""
+def learning_rate(progress: np.ndarray, step: np.ndarray, warmup: int = _WARMUP_STEPS) -> np.ndarray:
+    """Share of the peak rate at `progress` (0 to 1 of the run) and `step`: a ramp of `warmup` steps, level, then down
+    to 0."""
     falling = np.clip((1 - progress) / (1 - _DECAY_FROM), 0, 1)
-    return (np.minimum(1, (step + 1) / _WARMUP_STEPS) * falling).astype(np.float32)
+    return (np.minimum(1, (step + 1) / warmup) * falling).astype(np.float32)
 
 
 def plain_schedule(progress: np.ndarray, step: np.ndarray) -> dict[str, np.ndarray]:
@@ -181,7 +182,7 @@ class Budget:
         return step / self.steps if self.steps is not None else elapsed / self.seconds
 
 
-class _StopRequest:
+class StopRequest:
     """Turns the first Ctrl-C or SIGTERM into `asked`, so that no dispatch is torn apart; the second one kills."""
 
     def __enter__(self):
@@ -250,7 +251,7 @@ def fit(
             raise FloatingPointError(f"the loss is {losses.max()} at step {done}: a lower learning rate may help")
 
     step, queued, inside = 0, None, np.arange(count)
-    with _StopRequest() as stop:
+    with StopRequest() as stop:
         while not stop.asked:
             begins = last - start + (seconds if queued else 0.0)  # when the dispatch made now will start to run
             progress = budget.progress(step + inside, begins + inside / count * seconds)
@@ -395,10 +396,10 @@ def train(
         "curve_is": "means over one dispatch of training steps; nats a token of the text",
         "curve": curve,
     }
-    _write_json(out / "training.json", record)
+    write_json(out / "training.json", record)
     if finished:
         record["heldout"] = measure(corpus, out, distill_from, tokenizer, eval_tokens, report)
-        _write_json(out / "training.json", record)
+        write_json(out / "training.json", record)
     return record
 
 
@@ -438,7 +439,8 @@ def measure(
     return figures
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes the whole file or nothing."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, indent=1) + "\n")
     part.replace(path)

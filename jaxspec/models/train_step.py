@@ -161,7 +161,7 @@ def unstack_matrices(stacked: dict[str, jax.Array], like: Any) -> Any:
 
 def _group(path, leaf) -> str:
     name = "/".join(str(entry.key) for entry in path)
-    inside = "layers" in name or "blocks" in name
+    inside = "layer" in name or "blocks" in name
     matrix = leaf.ndim == 2 and inside and not name.endswith(("conv1d", "compress_ape", "weights_proj"))
     return f"[{leaf.shape[0]}, {leaf.shape[1]}]" if matrix else name
 
