@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 import tokenizers
 
 from jaxspec.errors import InputError
 from jaxspec.models.config import Qwen3Config, eos_ids
 from jaxspec.models.contract import Model, MTPBlocks, blocks_of_glm, from_glm, from_hybrid, from_qwen3
+from jaxspec.models.folder import (
+    one_line,
+    put,
+    read_json,
+    read_tree,
+    refuse,
+    stored_tensors,
+    tensor_files,
+    write_folder,
+)
 from jaxspec.models.glm import Glm
 from jaxspec.models.glm_config import SPARSE, GlmConfig
 from jaxspec.models.hybrid import Hybrid
@@ -31,7 +38,6 @@ from jaxspec.models.hybrid_config import LINEAR, HybridConfig
 from jaxspec.models.qwen3 import Qwen3
 
 _DATA = Path(__file__).parent / "data"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 Config = Qwen3Config | HybridConfig | GlmConfig
 Module = Qwen3 | Hybrid | Glm
@@ -127,7 +133,7 @@ class Checkpoint:
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception for a malformed file
-            raise InputError(f"{path} cannot be read: {_one_line(error)}") from None
+            raise InputError(f"{path} cannot be read: {one_line(error)}") from None
         if tokenizer.get_vocab_size() > self.config.vocab_size:
             raise InputError(
                 f"{path} has {tokenizer.get_vocab_size()} ids but the model's vocab_size is {self.config.vocab_size}: "
@@ -181,7 +187,7 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
     folder = _resolve(source)
     config = _read_config(folder)
     expected = _tensors(config)
-    found = _tensor_files(folder)
+    found = tensor_files(folder)
     # Some writers store the rotary frequencies, or the head although it is the embedding.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if isinstance(config, HybridConfig):  # a draft head of its own, no part of the model
@@ -190,29 +196,9 @@ def load(source: str | os.PathLike, dtype: Any = jnp.float32) -> Checkpoint:
         ignored |= {name for name in found if name.endswith((".shared_head.head.weight", ".embed_tokens.weight"))}
     if config.tie_word_embeddings:
         ignored.add("lm_head.weight")
-    _refuse(folder, "lacks tensors", expected.keys() - found.keys())
-    _refuse(folder, "has tensors that the model has no place for", found.keys() - expected.keys() - ignored)
-    tree: dict[str, Any] = {}
-    for path, names in _by_file(found, expected).items():
-        with _open(path) as file:
-            slices = {name: file.get_slice(name) for name in names}
-            _refuse(
-                folder,
-                "has tensors of another shape than config.json asks for",
-                (
-                    f"{name} {tuple(part.get_shape())} instead of {expected[name].shape}"
-                    for name, part in slices.items()
-                    if tuple(part.get_shape()) != expected[name].shape
-                ),
-            )
-            _refuse(
-                folder,
-                "has tensors that are not floating point",
-                (f"{n} ({part.get_dtype()})" for n, part in slices.items() if part.get_dtype() not in _FLOATS),
-            )
-            for name in names:
-                value = file.get_tensor(name)
-                _put(tree, expected[name].path, jnp.asarray(expected[name].to_tree(value, dtype)))
+    refuse(folder, "lacks tensors", expected.keys() - found.keys())
+    refuse(folder, "has tensors that the model has no place for", found.keys() - expected.keys() - ignored)
+    tree = read_tree(folder, expected, found, dtype)
     return Checkpoint(make_module(config, dtype), {"params": tree["params"]}, config, folder, tree.get("mtp", {}))
 
 
@@ -247,25 +233,7 @@ def save(
     """
     folder = Path(folder)
     settings = {**config.to_dict(), "dtype": jnp.dtype(dtype).name}
-    expected = _tensors(config)
-    arrays = dict(_leaves(params))
-    by_path = {tensor.path: name for name, tensor in expected.items()}
-    _refuse(folder, "cannot be written, params lack", map(_spell, by_path.keys() - arrays.keys()))
-    _refuse(folder, "cannot be written, params have unknown", map(_spell, arrays.keys() - by_path.keys()))
-    stored = {}
-    for path, name in by_path.items():
-        stored[name] = expected[name].to_file(np.asarray(arrays[path]), dtype)
-    _refuse(
-        folder,
-        "cannot be written, misshapen params",
-        (f"{n} {v.shape} instead of {expected[n].shape}" for n, v in stored.items() if v.shape != expected[n].shape),
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    # "pt" tells readers that the layout is that of the public checkpoints: matrices as [out, in].
-    _replace(folder / "model.safetensors", safetensors.numpy.save(stored, metadata={"format": "pt"}))
-    if tokenizer is not None:
-        _replace(folder / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
-    _replace(folder / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    write_folder(folder, stored_tensors(folder, _tensors(config), params, dtype), settings, tokenizer)
     return folder
 
 
@@ -292,7 +260,7 @@ def random_params(config: Config, seed: int, dtype: Any = jnp.float32) -> dict[s
             value = tensor.center + value * tensor.spread
         else:
             value /= np.sqrt(tensor.shape[-1], dtype=np.float32)
-        _put(tree, tensor.path, jnp.asarray(tensor.to_tree(value, dtype)))
+        put(tree, tensor.path, jnp.asarray(tensor.to_tree(value, dtype)))
     return tree
 
 
@@ -310,6 +278,7 @@ class _Tensor:
     wide: bool = False
     center: float = 1.0
     spread: float = 0.125
+    integer: ClassVar[bool] = False
 
     @property
     def tree_shape(self) -> tuple[int, ...]:
@@ -325,10 +294,6 @@ class _Tensor:
         if value.shape == self.tree_shape:
             value = value.T if self.transposed else value.reshape(self.shape)
         return np.ascontiguousarray(value).astype(np.float32 if self.wide else jnp.dtype(dtype))
-
-
-def _spell(path: tuple[str, ...]) -> str:
-    return "/".join(path[1:] if path[0] == "params" else path)
 
 
 def _tensors(config: Config) -> dict[str, _Tensor]:
@@ -492,11 +457,11 @@ def _read_config(folder: Path) -> Config:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json: a Hugging Face model folder is needed")
     try:
-        settings = _read_json(folder / "config.json")
+        settings = read_json(folder / "config.json")
         family = _FAMILIES.get(settings.get("model_type"), Qwen3Config)
         config = family.from_dict(settings)
         generation = folder / "generation_config.json"
-        stops = eos_ids(_read_json(generation)) if generation.is_file() else ()
+        stops = eos_ids(read_json(generation)) if generation.is_file() else ()
         return dataclasses.replace(config, eos_token_ids=stops) if stops else config
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
@@ -504,84 +469,3 @@ def _read_config(folder: Path) -> Config:
 
 # A folder of another type is read as Qwen3 dense, which also old folders without a type are, or refuses it.
 _FAMILIES = {"qwen3_next": HybridConfig, "glm5_next_text": GlmConfig}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path.name} cannot be read: {_one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path.name} holds a {type(value).__name__}: it must be an object")
-    return value
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file of the folder holds each tensor."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    elif index.is_file():
-        try:
-            shards = sorted({str(name) for name in _read_json(index)["weight_map"].values()})
-        except (InputError, KeyError, AttributeError) as error:
-            raise InputError(f"{index} has no readable weight_map: {_one_line(error)}") from None
-        files = [folder / shard for shard in shards]
-        _refuse(folder, "lacks shards that its index names", (path.name for path in files if not path.is_file()))
-    else:
-        raise InputError(f"{folder} has neither model.safetensors nor model.safetensors.index.json: no weights to load")
-    found = {}
-    for path in files:
-        with _open(path) as file:
-            found.update(dict.fromkeys(file.keys(), path))
-    return found
-
-
-def _open(path: Path):
-    try:
-        return safetensors.safe_open(path, framework="np")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path} cannot be read: {_one_line(error)}") from None
-
-
-def _by_file(found, expected) -> dict[Path, list[str]]:
-    files: dict[Path, list[str]] = {}
-    for name in expected:
-        files.setdefault(found[name], []).append(name)
-    return files
-
-
-def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:
-    """Raises, if there are any names, with the first five of them and how many more there are."""
-    names = sorted(names)
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise InputError(f"{folder} {what}: {', '.join(names[:5])}{more}")
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def _leaves(tree, prefix: tuple[str, ...] = ()):
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*prefix, key))
-        else:
-            yield (*prefix, key), value
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes `path` in one step: readers see the old file or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
