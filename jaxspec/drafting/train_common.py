@@ -117,7 +117,7 @@ class Learner(Protocol):
     taps: tuple[int, ...]
     num_drafts: int
 
-    def init(self, key: Array, shared: dict[str, Array], scales: Array) -> Params:
+    def init(self, key: Array, target: Checkpoint, scales: Array) -> Params:
         """Fresh float32 weights; `scales` float32[m] is the root mean square of each feature in front of the
         network."""
 
