@@ -22,6 +22,7 @@ KERNELS = (
     "replay_state_indices",
     "commit_track_indices",
     "state_scatter",
+    "commit_context_rows",
     "page_zero",
     "kpool_metadata",
     "kpool_decode",

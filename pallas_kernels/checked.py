@@ -131,6 +131,15 @@ class CheckedLanes(Lanes):
     def sum(self, vector):
         return np.sum(vector, dtype=np.int32)
 
+    def bits(self, value, dtype):
+        return value.view(dtype)
+
+    def total(self, vector):
+        return np.sum(vector, dtype=np.float32)
+
+    def rsqrt(self, scalar):
+        return np.float32(1) / np.sqrt(scalar)
+
     def prefix_sum(self, vector):
         return np.cumsum(vector, dtype=np.int32)
 

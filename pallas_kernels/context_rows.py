@@ -5,19 +5,24 @@ neither at the row's location nor at its K and V.
 """
 
 import dataclasses
+import functools
 import math
 import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import check_disjoint, describe
+from pallas_kernels.lanes import Lanes
 from pallas_kernels.operands import Inputs
 from pallas_kernels.views import Array, Section, View, row_major, section
 
 HEADS = 8  # of a program: their loads wait together
+MOST = 1024  # lanes of a vector
 
 
 def commit_context_rows(
@@ -56,8 +61,9 @@ def commit_context_rows(
       commit: int[B], rows to write; D and more are all of them.
       out: for each layer a destination [slots, *entry] or [pages, slots a page, *entry], the latter a power of two. An
         entry is 2 * heads * hd cells in row-major order: K of all heads, then V. An array, or a View with any strides
-        but an entry without gaps: it fills a part of one row of its buffer, or whole rows. Views may share one buffer.
-        Of k's dtype, or of unsigned integers of its size, which then hold its bits. Donated, to be written in place.
+        but an entry without gaps: it fills a part of one row of its buffer, or whole rows. Views may share one buffer,
+        those of one kind without cells in common. Of k's dtype, or of unsigned integers of its size, which then hold
+        its bits. Donated, to be written in place.
       eps: of the norm (static).
       backend: as in decode_metadata.
 
@@ -90,20 +96,10 @@ def commit_context_rows(
     first = len(inputs.arrays)
     inputs.arrays += [norm, *(jnp.asarray(x, jnp.float32).reshape(B * D, hd // 2) for x in (cos, sin))]
     inputs.labels += ["norm", "cos", "sin"]
-    buffers, sections = _destinations(out, N, k.dtype, 2 * heads * hd)
-    operation = ContextRows(
-        (B, D, N, heads, hd),
-        float(eps),
-        str(k.dtype),
-        commits,
-        places,
-        kinds,
-        *rows,
-        first,
-        sections,
-        tuple(inputs.labels),
-    )
-    if 0 in (B, D, N, *(place.shape[0] for place in sections)):
+    buffers, sections = _destinations(out, N, k.dtype, 2 * heads * hd, kinds)
+    static = (B, D, N, heads, hd), float(eps), str(k.dtype), str(norm.dtype)
+    operation = ContextRows(*static, commits, places, kinds, *rows, first, sections, tuple(inputs.labels))
+    if 0 in (B, D, N, heads, *(place.shape[0] for place in sections)):
         return out
     after = backends.run(operation, backend, tuple(inputs.arrays), buffers)
     return tuple(
@@ -117,10 +113,11 @@ def commit_context_rows(
 def _check_rows(k: Array, v: Array) -> tuple[int, int, int, int, int]:
     """The shape of K and V, or raise ValueError."""
     shape = getattr(k, "shape", ())
-    if len(shape) != 5 or shape[4] % 2 or not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize not in (2, 4):
+    floats = len(shape) == 5 and jnp.issubdtype(k.dtype, jnp.floating) and k.dtype.itemsize in (2, 4)
+    if not floats or shape[4] % 2 or not 0 < shape[4] <= 2 * MOST:
         raise ValueError(
             f"k is {describe(k)}: it must be [requests, rows, layers, heads, head width] in float32 or a float of 16 "
-            "bits, the width even"
+            f"bits, the width even and at most {2 * MOST}"
         )
     if getattr(v, "shape", ()) != shape or v.dtype != k.dtype:
         raise ValueError(f"v is {describe(v)}: it must be {k.dtype}{list(shape)}, as k is")
@@ -168,7 +165,9 @@ def _number(arrays, array) -> int:
     return next((i for i, other in enumerate(arrays) if other is array), len(arrays))
 
 
-def _destinations(out, layers: int, dtype, size: int) -> tuple[tuple[jax.Array, ...], tuple[Section, ...]]:
+def _destinations(
+    out, layers: int, dtype, size: int, kinds: tuple[int, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[Section, ...]]:
     """The buffers, and where in them cell c of part r of the entry of (page, slot of the page) lies, for each layer.
 
     A part is what of an entry lies in one row of the buffer.
@@ -188,7 +187,9 @@ def _destinations(out, layers: int, dtype, size: int) -> tuple[tuple[jax.Array, 
         elif not isinstance(array, View):
             raise ValueError(f"{name} is the destination of another layer, too: give each its own")
         sections.append(_place(name, array, buffer, slots, entry, size))
-    check_disjoint(tuple((f"out[{i}]", place) for i, place in enumerate(sections)), tuple(x.size for x in operands))
+    for kind in set(kinds):  # Pages of two kinds may lie in one memory: that two in use never meet is not seen here.
+        same = tuple((f"out[{i}]", place) for i, place in enumerate(sections) if kinds[i] == kind)
+        check_disjoint(same, tuple(x.size for x in operands))
     return tuple(operands), tuple(sections)
 
 
@@ -224,12 +225,36 @@ def _place(name: str, array: Array, buffer: int, slots: tuple[int, int], entry: 
     return dataclasses.replace(place, shape=(*slots, *part), strides=(*strides[0], *strides[1:]))
 
 
+class _Item(NamedTuple):
+    """What a program handles: a row of a request, a layer, heads from this one on."""
+
+    b: Any
+    j: Any
+    layer: Any
+    head: Any
+
+
+def _of_layer(lanes: Lanes, layer, all_layers, number):
+    """number(all_layers[layer]), of what is static by layer."""
+    chosen, last = number(all_layers[0]), all_layers[0]
+    for index, this in enumerate(all_layers):
+        if this == last:
+            continue
+        value, last = number(this), this
+        if isinstance(chosen, int) and isinstance(value, int) and value == chosen:
+            continue
+        # Triton takes a choice between two bare integers for a bool.
+        value, chosen = (np.int32(x) if isinstance(x, int) else x for x in (value, chosen))
+        chosen = lanes.where(layer >= index, value, chosen)
+    return chosen
+
+
 @dataclasses.dataclass(frozen=True)
 class ContextRows:
     """One call: an `Operation` (see lanes.py).
 
     shape   requests, rows, layers, heads, width of a head
-    dtype   of K and V
+    dtype, norm_dtype   of K and V, and of the norm's weights
     k, v    places of the rows: (request, row, layer, cell of all heads)
     norm    number of that operand; those of cosine and sine follow
     outs    place of each layer's entries: (page, slot of the page, part of the entry, cell of the part)
@@ -238,6 +263,7 @@ class ContextRows:
     shape: tuple[int, int, int, int, int]
     eps: float
     dtype: str
+    norm_dtype: str
     commit: Section
     locs: tuple[Section, ...]
     kinds: tuple[int, ...]
@@ -247,13 +273,100 @@ class ContextRows:
     outs: tuple[Section, ...]
     labels: tuple[str, ...]
     name = "commit_context_rows"
-    programs = 0
     reference_is_faster = False
+
+    @property
+    def groups(self) -> int:
+        """Programs that share a row of a layer."""
+        return -(-self.shape[3] // HEADS)
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.shape[:3]) * self.groups
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots of each layer."""
         return tuple(place.shape[0] * place.shape[1] for place in self.outs)
+
+    def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
+        _, D, N, _, _ = self.shape
+        item = lanes.div(program, self.groups)  # (b * D + j) * N + layer
+        row = lanes.div(item, N)
+        b = lanes.div(row, D)
+        at = _Item(b, row - b * D, item - row * N, (program - item * self.groups) * HEADS)
+
+        def find():
+            found = [place.load(lanes, ins, (b, at.j)) for place in self.locs]
+            loc = _of_layer(lanes, at.layer, self.kinds, found.__getitem__)
+            live = (loc >= 0) & (loc < _of_layer(lanes, at.layer, self.slots, int))
+            lanes.when(live, lambda: self._store(lanes, at, loc, self._rows(lanes, at, ins), outs))
+
+        lanes.when(at.j < self.commit.load(lanes, ins, (b,)), find)
+
+    def _rows(self, lanes: Lanes, at: "_Item", ins: tuple) -> list[tuple]:
+        """What the program stores, vector by vector: (cells of the entry, which of them, values)."""
+        heads, hd = self.shape[3:]
+        here, half = min(HEADS, heads), hd // 2
+        whole = heads % here == 0
+        row = lambda place, cell, live: place.load(lanes, ins, (at.b, at.j, at.layer, cell), live)  # noqa: E731
+
+        lane = lanes.iota(lanes.width(half, MOST))
+        inside, keys = lane < half, []
+        for head in range(here):
+            live = inside if whole else inside & (at.head + head < heads)
+            cells = [lane + ((at.head + head) * hd + side) for side in (0, half)]
+            keys.append((cells, live, [row(self.k, cell, live) for cell in cells]))
+        norms = [lanes.load(ins[self.norm], (at.layer, lane + side), inside) for side in (0, half)]
+        angles = [lanes.load(ins[self.norm + i], (at.b * self.shape[1] + at.j, lane), inside) for i in (1, 2)]
+
+        width, moved = lanes.width(here * hd, MOST), []
+        for first in range(0, here * hd, width):
+            cell = lanes.iota(width) + first
+            live, cell = cell < here * hd, cell + at.head * hd
+            live = live if whole else live & (cell < heads * hd)
+            moved.append((cell + heads * hd, live, row(self.v, cell, live)))
+
+        norms = [lanes.widen(norm, self.norm_dtype) for norm in norms]
+        stored = []
+        for cells, live, key in keys:
+            turned = self._key(lanes, [lanes.widen(side, self.dtype) for side in key], norms, *angles)
+            stored += [(cell, live, side) for cell, side in zip(cells, turned, strict=True)]
+        return stored + moved
+
+    def _key(self, lanes: Lanes, halves: list, norms: list, cos, sin) -> list:
+        """The halves of a head as they are stored."""
+        squares = lanes.total(halves[0] * halves[0] + halves[1] * halves[1])
+        scale = lanes.rsqrt(squares * np.float32(1 / self.shape[4]) + np.float32(self.eps))
+        normed = [half * scale * norm for half, norm in zip(halves, norms, strict=True)]
+        first, second = (lanes.widen(lanes.narrow(half, self.dtype), self.dtype) for half in normed)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return [lanes.narrow(half, self.dtype) for half in turned]
+
+    def _store(self, lanes: Lanes, at: "_Item", loc, rows: list, outs: tuple) -> None:
+        """Stores vectors in the layer's buffer. Layers of one buffer are told apart by numbers, others by branches."""
+        alike = {}
+        for layer, place in enumerate(self.outs):
+            alike.setdefault((place.buffer, place.shape[2:]), []).append(layer)
+        for (buffer, (parts, size)), layers in alike.items():
+            places = [
+                self.outs[max((i for i in layers if i <= layer), default=layers[0])] for layer in range(self.shape[2])
+            ]
+
+            def store(buffer=buffer, parts=parts, size=size, places=places):
+                start = [
+                    _of_layer(lanes, at.layer, places, lambda place, i=i: self._address(place, loc)[i])
+                    for i in range(1 if places[0].columns is None else 2)
+                ]
+                for cell, live, value in rows:
+                    part = lanes.div(cell, size) if parts > 1 else 0
+                    index = (*(i + part for i in start[:-1]), start[-1] + (cell - part * size))
+                    lanes.store(outs[buffer], index, lanes.bits(value, outs[buffer].dtype), live)
+
+            if len(alike) == 1:
+                store()
+            else:
+                lanes.when(functools.reduce(operator.or_, (at.layer == layer for layer in layers)), store)
 
     def _address(self, place: Section, loc) -> tuple:
         """Index of the first cell of the entry of a slot."""

@@ -34,7 +34,10 @@ An operation is a frozen dataclass (see `Operation`); `pallas_kernels.backend.ru
 
 Values are int32 and bool, scalars or vectors, with Python's operators (+ - * << >> & | and comparisons); integers
 written in a body are constants. An array of any other dtype may be moved: what is loaded from it can only be stored,
-bit for bit, to an array of the same dtype, as can constants. Rules:
+bit for bit, to an array of the same dtype, as can constants. What is loaded from an array of floats may also become
+float32 (`widen`), with + - * on it and float32 constants, `total` and `rsqrt`; `narrow` makes of it what can be
+stored. Interpreted, a float of 16 bits is loaded and stored as an unsigned integer: `widen` and `narrow` are told of
+which dtype its bits are. Rules:
 
 * A vector has a power-of-two number of lanes (`width`); spare lanes are masked off.
 * A lane whose mask is False touches no memory: a load gives it `other`, a store skips it.
@@ -121,6 +124,26 @@ class Lanes(abc.ABC):
     def sum(self, vector: Value) -> Value:
         """The sum of all lanes, a scalar."""
         return jnp.sum(vector, dtype=jnp.int32)
+
+    def bits(self, value: Value, dtype) -> Value:
+        """A value that was loaded, for an array of another dtype of the same size: its bits stay as they are."""
+        return value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
+
+    def widen(self, value: Value, dtype) -> Value:
+        """float32 of a value of the float `dtype`, or of its bits."""
+        return self.bits(value, dtype).astype(jnp.float32)
+
+    def narrow(self, value: Value, dtype) -> Value:
+        """float32 rounded to the float `dtype`."""
+        return value.astype(dtype)
+
+    def total(self, vector: Value) -> Value:
+        """The sum of all float32 lanes, a scalar, in any order."""
+        return jnp.sum(vector)
+
+    def rsqrt(self, scalar: Value) -> Value:
+        """1 / sqrt(scalar), of a float32."""
+        return lax.rsqrt(scalar)
 
     @abc.abstractmethod
     def prefix_sum(self, vector: Value) -> Value:

@@ -16,6 +16,7 @@ from pallas_kernels import (
     RaggedLayout,
     View,
     WindowBuffers,
+    commit_context_rows,
     commit_track_indices,
     decode_lengths,
     decode_metadata,
@@ -41,6 +42,7 @@ PAGE = 64
 L, SLOTS, STATE = 2, 9, (3, 1500)  # layers, state slots, a state of several programs with a part left over
 UNITS, U, SLOT_UNITS = 700, 64, 71  # a pool; a slot's units, of which a state takes 70
 KINDS = (3, 100)  # units a page of each kind
+HEADS, WIDTH = 3, 80  # of a context row: heads, and the width of one, which fills no vector
 POOL, TOPK = 4, 2048  # tokens a pool, tokens of a row's selected pools
 LAYOUT = MetadataLayout(B, D, P, has_swa=True)
 
@@ -150,6 +152,21 @@ def scatter_to_pool(pool, src, step, index, backend):
     return state_scatter(src, step, index, out, backend=backend).buffer
 
 
+def context(out, k, v, norm, cos, sin, full, swa, commit, backend):
+    locs, kinds = (full, swa), (0, 1, 0)[: len(out)]
+    return commit_context_rows(k, v, norm, cos, sin, locs, kinds, commit, out, eps=1e-6, backend=backend)
+
+
+def context_to_pool(pool, product, *rest, backend):
+    """Layers in entries of two kinds, K and V in one product's result."""
+    row = HEADS * 64  # cells of K or V
+    k, v = (
+        View(product, i * row, (B, D, L, HEADS, 64), (D * L * 2 * row, L * 2 * row, 2 * row, 64, 1)) for i in (0, 1)
+    )
+    out = [View(pool, at * U, (UNITS // size, 2 * HEADS, U), (size * U, U, 1)) for at, size in ((2, 9), (1, 7))]
+    return context(out, k, v, *rest, backend)[0].buffer
+
+
 def zero(pool, pages, backend):
     return page_zero(pool, pages, page_units=KINDS, backend=backend)
 
@@ -206,6 +223,12 @@ def array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def _turn(width):
+    """The other operands of context rows of heads so wide."""
+    angles = array(jnp.float32, B, D, width // 2)
+    return array(jnp.bfloat16, L, width), angles, angles, int32(B, D), int32(B, D), int32(B)
+
+
 PLAN = pooled_tables(D, B * D, B)._replace(
     **dict.fromkeys(["cache_seqlens", "cu_seqlens_k", "dsa_cache_seqlens", "dsa_cu_seqlens_k", "page_table_1"]),
     **dict.fromkeys(["real_page_table", "page_table", "paged_mqa_ctx_lens_2d"]),
@@ -238,6 +261,20 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
     "state scatter, pool": (
         scatter_to_pool,
         (array(jnp.bfloat16, UNITS, U), array(jnp.bfloat16, 1, B, D, 70, U), int32(B), int32(B)),
+        1,
+    ),
+    "context rows": (
+        context,
+        (
+            (array(jnp.float32, SLOTS, 2 * HEADS * WIDTH),) * L,
+            *[array(jnp.float32, B, D, L, HEADS, WIDTH)] * 2,
+            *_turn(WIDTH),
+        ),
+        1,
+    ),
+    "context rows, pool": (
+        context_to_pool,
+        (array(jnp.uint16, UNITS, U), array(jnp.bfloat16, B * D, L * 2 * HEADS * 64), *_turn(64)),
         1,
     ),
     "pooled decode": (functools.partial(pooled, "decode"), (pooled_out(1), *WINDOW), 1),
@@ -282,6 +319,20 @@ def _ragged(rng):
     return table, pages.cumsum() - pages, pages, rows.cumsum() - rows, rows, rng.integers(0, 300 * 64, N)
 
 
+def _context(rng, *rows):
+    """Some rows committed of each request; locations of theirs differ."""
+    width = rows[0][-1] if len(rows) > 1 else 64
+    locs = [rng.permutation(B * D + 2)[: B * D].reshape(B, D) - 1 for _ in range(2)]
+    angles = rng.integers(-1, 2, (2, B, D, width // 2))
+    return (
+        *(rng.integers(-9, 9, shape) for shape in rows),
+        rng.integers(-3, 3, (L, width)),
+        *angles,
+        *locs,
+        range(-1, B - 1),
+    )
+
+
 CONTENTS = {  # where wild numbers are not allowed
     "commit track": lambda rng: (
         rng.integers(-1, D + 2, B),
@@ -292,6 +343,8 @@ CONTENTS = {  # where wild numbers are not allowed
     "replay": lambda rng: (rng.integers(-2, NV + 2, R), rng.integers(-1, 50, NV), 4),
     "state scatter": lambda rng: _states(rng, (L, B, D, *STATE)),
     "state scatter, pool": lambda rng: _states(rng, (1, B, D, 70, U)),
+    "context rows": lambda rng: _context(rng, *[(B, D, L, HEADS, WIDTH)] * 2),
+    "context rows, pool": lambda rng: _context(rng, (B * D, L * 2 * HEADS * 64)),
     "kpool extend": lambda rng: (
         rng.integers(0, 2 * N, B),
         rng.integers(0, D + 1, B),
@@ -310,11 +363,11 @@ def values(name: str, seed: int = 0):
     """Arguments with contents for a call: -7 in the destination, ids in range and out of it elsewhere."""
     _, (out, *arguments), _ = CALLS[name]
     rng = np.random.default_rng(seed)
-    filled = jax.tree.map(lambda x: jnp.full(x.shape, -7, x.dtype), out)
+    filled = jax.tree.map(lambda x: jnp.full(x.shape, -7, jnp.int32).astype(x.dtype), out)
     if name == "replay":  # whose second destination is a source, too
         filled = filled[0], jnp.asarray(rng.integers(-1, R + 1, B), jnp.int32)
     contents = CONTENTS[name](rng) if name in CONTENTS else [_contents(rng, x.shape) for x in arguments]
-    return filled, *(jnp.asarray(c, x.dtype) for c, x in zip(contents, arguments, strict=True))
+    return filled, *(jnp.asarray(np.asarray(c), x.dtype) for c, x in zip(contents, arguments, strict=True))
 
 
 def _contents(rng, shape):

@@ -8,7 +8,7 @@ from pallas_kernels import KERNELS, mosaic
 
 OPERATIONS = ["decode, packed", "lengths, separate", "extend, separate", "window, packed"]
 OPERATIONS += ["read table", "read stream", "cache locations"]
-OPERATIONS += ["replay", "commit track", "state scatter", "page zero"]
+OPERATIONS += ["replay", "commit track", "state scatter", "context rows", "page zero"]
 OPERATIONS += ["append tail", "ragged layout"]
 OPERATIONS += ["pooled verify", "kpool decode", "kpool verify", "kpool extend", "kpool plan"]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
