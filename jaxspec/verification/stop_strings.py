@@ -47,7 +47,7 @@ class StopStrings:
       >>> import jaxspec
       >>> target = jaxspec.load_model("target")
       >>> result = jaxspec.generate(
-      ...     target.model, jaxspec.Params(target.params), [target.encode("import os\\nimport sys\\n")],
+      ...     target.model, jaxspec.Params(target.params), [target.encode("import os\\nimport sys\\nimport")],
       ...     max_new_tokens=32, stop_strings=StopStrings(target.tokenizer, ["\\n\\n", "import"]))
       >>> result.requests[0].finish_reason, result.requests[0].stop_string
       ('stop_string', 'import')
@@ -56,8 +56,12 @@ class StopStrings:
     def __init__(self, tokenizer: tokenizers.Tokenizer, strings: str | Sequence[str] | Sequence[Sequence[str]]):
         if isinstance(strings, str):
             strings = [strings]
-        shared = all(isinstance(text, str) for text in strings)
-        groups = [list(strings)] if shared else [[each] if isinstance(each, str) else list(each) for each in strings]
+        shared = not any(isinstance(each, list | tuple) for each in strings)
+        groups = (
+            [list(strings)]
+            if shared
+            else [list(each) if isinstance(each, list | tuple) else [each] for each in strings]
+        )
         for text in (text for group in groups for text in group):
             _check(text, tokenizer)
         self._groups = groups
