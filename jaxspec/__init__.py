@@ -24,7 +24,18 @@ owns it, nothing depends on what it holds.
 from jaxspec.attention import IndexRows, attend, attend_pooled, paged_attention
 from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, StatePart, StateSpec
 from jaxspec.config import SpecConfig
-from jaxspec.drafting import DraftContext, Drafter, DraftLM, Drafts, ExtendContext, MTPDrafter, NgramDrafter
+from jaxspec.drafting import (
+    DFlashDrafter,
+    DraftContext,
+    Drafter,
+    DraftLM,
+    Drafts,
+    DSparkDrafter,
+    Eagle3Drafter,
+    ExtendContext,
+    MTPDrafter,
+    NgramDrafter,
+)
 from jaxspec.errors import InputError
 from jaxspec.generation import Generation, RequestResult, generate
 from jaxspec.metadata import (
@@ -58,18 +69,22 @@ from jaxspec.steps import (
     requests_of,
     verify,
 )
+from jaxspec.verification import Sampling, StopStrings
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
     "Checkpoint",
+    "DFlashDrafter",
+    "DSparkDrafter",
     "DecodeMetadata",
     "DraftContext",
     "DraftExtendMetadata",
     "DraftLM",
     "Drafter",
     "Drafts",
+    "Eagle3Drafter",
     "ExtendContext",
     "ForwardMetadata",
     "Generation",
@@ -87,12 +102,14 @@ __all__ = [
     "Params",
     "PoolConfig",
     "RequestResult",
+    "Sampling",
     "SpecConfig",
     "SpecState",
     "SpecStep",
     "StatePart",
     "StateSpec",
     "StepOutput",
+    "StopStrings",
     "VerifyMetadata",
     "WriteWindow",
     "admit",

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxspec.cache import KVCache, LayerSpec, PoolCache, init_cache
 from jaxspec.config import SpecConfig
 from jaxspec.drafting.base import DraftContext, Drafts
+from jaxspec.drafting.proposals import Chain, propose_token
 from jaxspec.metadata import DraftExtendMetadata, WriteWindow, decode_step, draft_window, verify_layout
 from jaxspec.models.contract import Model
-from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
@@ -43,7 +43,8 @@ class DraftLMState:
 
 @dataclasses.dataclass(frozen=True)
 class DraftLM:
-    """Proposes greedily with a small model that shares the target's vocabulary.
+    """Proposes with a small model that shares the target's vocabulary, drawing from its distribution under the
+    request's settings where the verifier asks for it, and greedily otherwise.
 
     The draft's rows are addressed by the target's FULL page table, so it needs no allocator; its layers must be stored
     in "full" pages (windows still clip what they see). With unified memory they are lanes of the target's entries.
@@ -54,6 +55,7 @@ class DraftLM:
 
     model: Model
     algorithm: ClassVar[str] = "draft_lm"
+    has_probs: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.model.has_state:
@@ -106,20 +108,17 @@ class DraftLM:
         # A padded lane has L = 0: its rows sit at positions 0 and 1 of the sink page, like any padding.
         extend = _two_rows(context, window)
         logits, _, cache = self.model.apply(params, ids, extend.window.positions, state.cache, extend)
-        first = greedy_token(logits[:, 0])
-
-        column = jnp.arange(num_drafts, dtype=jnp.int32)
+        sampling, lens = context.sampling, context.seq_lens
+        chain = Chain.start(*propose_token(logits[:, 0], sampling, lens, 0), num_drafts)
 
         def extend_chain(step, carry):
-            token, tokens, cache = carry
+            chain, cache = carry
             metadata = decode_step(context.metadata, window, step)
-            logits, _, cache = self.model.apply(params, token[:, None], metadata.window.positions, cache, metadata)
-            token = greedy_token(logits[:, 0])
-            return token, jnp.where(column == step - 1, token[:, None], tokens), cache
+            logits, _, cache = self.model.apply(params, chain.last[:, None], metadata.window.positions, cache, metadata)
+            return chain.add(*propose_token(logits[:, 0], sampling, lens, step - 1), step - 1), cache
 
-        tokens = jnp.where(column == 0, first[:, None], 0)
-        _, tokens, cache = jax.lax.fori_loop(2, num_drafts + 1, extend_chain, (first, tokens, cache))
-        drafts = Drafts(tokens=tokens, count=jnp.full((B,), num_drafts, jnp.int32))
+        chain, cache = jax.lax.fori_loop(2, num_drafts + 1, extend_chain, (chain, cache))
+        drafts = Drafts(chain.tokens, jnp.full((B,), num_drafts, jnp.int32), chain.probs)
         return state.replace(cache=cache, packed=packed), drafts
 
 

@@ -25,6 +25,7 @@ from jaxspec.attention.kpool import Selection, attend_pooled, attend_selected, s
 from jaxspec.cache import KPoolSpec, KVCache, PoolCache, init_cache
 from jaxspec.config import SpecConfig
 from jaxspec.drafting.base import DraftContext, Drafts, ExtendContext
+from jaxspec.drafting.proposals import Chain, propose_token
 from jaxspec.errors import InputError
 from jaxspec.metadata import (
     DraftExtendMetadata,
@@ -35,7 +36,6 @@ from jaxspec.metadata import (
 )
 from jaxspec.metadata.ids import unmarked
 from jaxspec.models.contract import MTPBlocks
-from jaxspec.verification import greedy_token
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
@@ -49,6 +49,7 @@ class MTPState:
       cache: buffers of its own, in the target's FULL pages; with unified memory its view of the pool while it runs,
         else None.
       tokens: int32[B, N], drafts that are known already: one, or with a block for each depth one a block.
+      probs: float32[B, N, V], what they were drawn from; None where no verifier asks.
       hidden: [B, H], the block's hidden row behind the first of them.
       selected: int32[B, K + pool - 1], positions that the last row attended to; -1 behind.
       extend: buffer of the extend's metadata.
@@ -58,6 +59,7 @@ class MTPState:
 
     cache: KVCache | PoolCache | None
     tokens: Array
+    probs: Array | None
     hidden: Array
     selected: Array
     extend: PackedMetadata
@@ -67,7 +69,8 @@ class MTPState:
 
 @dataclasses.dataclass(frozen=True)
 class MTPDrafter:
-    """Proposes greedily with the target's prediction blocks.
+    """Proposes with the target's prediction blocks, drawing from their distribution under the request's settings where
+    the verifier asks for it, and greedily otherwise.
 
     The blocks' rows are addressed by the target's FULL page table; with unified memory they are lanes of its entries.
 
@@ -78,6 +81,7 @@ class MTPDrafter:
 
     blocks: MTPBlocks
     algorithm: ClassVar[str] = "mtp"
+    has_probs: ClassVar[bool] = True
 
     def __post_init__(self):
         if not self.blocks.layers or not all(isinstance(spec, KPoolSpec) for spec in self.blocks.layers):
@@ -105,9 +109,11 @@ class MTPDrafter:
         spec = layers[0]
         shape = {"batch_size": B, "pages_per_row": config.pages_per_row, "swa": False}
         kpool = KPool(spec.pool, spec.topk)
+        known = max(D - 1, 1) if depth > 1 else 1
         return MTPState(
             cache=cache,
-            tokens=jnp.zeros((B, max(D - 1, 1) if depth > 1 else 1), jnp.int32),
+            tokens=jnp.zeros((B, known), jnp.int32),
+            probs=jnp.zeros((B, known, self.blocks.vocab_size), jnp.float32) if config.asks_probs else None,
             hidden=jnp.zeros((B, self.blocks.hidden_size), self.blocks.dtype),
             selected=jnp.full((B, spec.topk + spec.pool - 1), -1, jnp.int32),
             extend=PackedMetadata.zeros(verify_layout(num_rows=D, kpool=kpool, **shape)),
@@ -136,7 +142,7 @@ class MTPDrafter:
             )
         last = jnp.maximum(context.count - 1, 0)
         cache, tokens, hidden = state.cache, context.tokens, context.hidden
-        drafts = []
+        drafts, laws = [], []
         for block in range(state.tokens.shape[1] if len(self.blocks.layers) > 1 else 1):
             selections: list[Selection] = []
 
@@ -149,7 +155,9 @@ class MTPDrafter:
             logits, hidden, cache = self.blocks.apply(
                 params, block, tokens, hidden, positions, attend, cache, last[:, None]
             )
-            drafts.append(greedy_token(logits[:, 0]))
+            draft, law = propose_token(logits[:, 0], context.sampling, context.seq_lens + context.count, block)
+            drafts.append(draft)
+            laws.append(law)
             # Block s + 1 looks one token further: the last row's next token is the draft.
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             tokens = jnp.where(row == last[:, None], drafts[-1][:, None], jnp.roll(tokens, -1, axis=1))
@@ -162,6 +170,9 @@ class MTPDrafter:
         return state.replace(
             cache=cache,
             tokens=jnp.where(live[:, None], jnp.stack(drafts, axis=1), state.tokens),
+            probs=None
+            if context.sampling is None
+            else jnp.where(live[:, None, None], jnp.stack(laws, axis=1), state.probs),
             hidden=jnp.where(live[:, None], of_last_row(hidden), state.hidden),
             selected=jnp.where(live[:, None], of_last_row(selections[0].tokens), state.selected),
             extend=packed,
@@ -171,10 +182,11 @@ class MTPDrafter:
         B = context.req_rows.shape[0]
         count = jnp.full((B,), num_drafts, jnp.int32)
         if len(self.blocks.layers) > 1:
-            return state, Drafts(tokens=state.tokens[:, :num_drafts], count=count)
+            probs = None if state.probs is None else state.probs[:, :num_drafts]
+            return state, Drafts(state.tokens[:, :num_drafts], count, probs)
         if num_drafts == 1:
-            return state, Drafts(tokens=state.tokens, count=count)
-        chain = chain_metadata(
+            return state, Drafts(state.tokens, count, state.probs)
+        rows = chain_metadata(
             context.seq_lens,
             context.req_rows,
             context.page_rows,
@@ -186,14 +198,13 @@ class MTPDrafter:
             state_slots=context.metadata.state_slots,
             backend=state.backend,
         )
-        metadata, packed = chain.metadata, chain.packed
+        metadata, packed = rows.metadata, rows.packed
         written = unmarked(metadata.window.full_loc, "full")
         table, seed = unmarked(metadata.page_table, "full"), metadata.kpool.dsa_cache_seqlens
         slots = _append(slots_of(state.selected[:, None], table, state.cache.page_size)[:, 0], seed, written)
-        column = jnp.arange(num_drafts, dtype=jnp.int32)
 
         def step(i, carry):
-            token, hidden, tokens, cache = carry
+            chain, hidden, cache = carry
             # A masked sum, not a dynamic slice, which would keep the loop out of a command buffer.
             mine = jnp.arange(written.shape[1], dtype=jnp.int32) == i
 
@@ -210,16 +221,15 @@ class MTPDrafter:
             positions = column_of(metadata.window.positions)
             first_row = jnp.zeros((B, 1), jnp.int32)
             logits, hidden, cache = self.blocks.apply(
-                params, 0, token[:, None], hidden[:, None], positions, attend, cache, first_row
+                params, 0, chain.last[:, None], hidden[:, None], positions, attend, cache, first_row
             )
-            token = greedy_token(logits[:, 0])
-            return token, hidden[:, 0], jnp.where(column == i + 1, token[:, None], tokens), cache
+            drawn = propose_token(logits[:, 0], context.sampling, context.seq_lens, i + 1)
+            return chain.add(*drawn, i + 1), hidden[:, 0], cache
 
-        first = state.tokens[:, 0]
-        tokens = jnp.where(column == 0, first[:, None], 0)
-        carry = first, state.hidden, tokens, state.cache
-        _, _, tokens, cache = jax.lax.fori_loop(0, num_drafts - 1, step, carry)
-        return state.replace(cache=cache, chain=packed), Drafts(tokens=tokens, count=count)
+        first = None if state.probs is None else state.probs[:, 0]
+        carry = Chain.start(state.tokens[:, 0], first, num_drafts), state.hidden, state.cache
+        chain, _, cache = jax.lax.fori_loop(0, num_drafts - 1, step, carry)
+        return state.replace(cache=cache, chain=packed), Drafts(chain.tokens, count, chain.probs)
 
 
 def _append(slots: Array, count: Array, more: Array) -> Array:

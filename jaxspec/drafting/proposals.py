@@ -1,5 +1,6 @@
-"""How a drafter that has a distribution draws a token from it."""
+"""How a drafter that has a distribution draws tokens from it, and collects those of a round."""
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -40,3 +41,34 @@ def propose_token(
     probs = target_probs(logits, sampling)
     noise = draft_noise(sampling.seed, seq_lens, index, logits.shape[-1])
     return jnp.argmax(probs / noise, axis=-1).astype(jnp.int32), probs
+
+
+@flax.struct.dataclass
+class Chain:
+    """Drafts of a round as they are drawn, one after the other, in a device loop.
+
+    Attributes:
+      last: int32[B], the newest draft.
+      tokens: int32[B, D - 1], 0 where none is drawn yet.
+      probs: float32[B, D - 1, V], what each was drawn from, or None.
+    """
+
+    last: Array
+    tokens: Array
+    probs: Array | None
+
+    @classmethod
+    def start(cls, token: Array, probs: Array | None, num_drafts: int) -> "Chain":
+        """The chain with draft 0: token int32[B] and probs float32[B, V] or None, as `propose_token` gives them."""
+        empty = jnp.zeros((token.shape[0], num_drafts), jnp.int32)
+        table = None if probs is None else jnp.zeros((*empty.shape, probs.shape[-1]), probs.dtype)
+        return cls(token, empty, table).add(token, probs, 0)
+
+    def add(self, token: Array, probs: Array | None, index: Array | int) -> "Chain":
+        """The chain with draft number index int32[] behind the others."""
+        column = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+        tokens = jnp.where(column == index, token[:, None], self.tokens)
+        table = self.probs
+        if table is not None:
+            table = jax.lax.dynamic_update_index_in_dim(table, probs, index, 1)
+        return Chain(token, tokens, table)

@@ -1,5 +1,6 @@
 """`jaxspec.generate`: the whole way from token ids to token ids."""
 
+import numbers
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from jaxspec.generation.loops import Driver, OnTokens, prefill_reported, reports
 from jaxspec.generation.results import Generation, read_requests
 from jaxspec.models.contract import Model
 from jaxspec.steps import Params, init_state, make_spec_step
+from jaxspec.verification import StopStrings
 from pallas_kernels.backend import declined
 
 LOOPS = ("device", "chunked", "python")
@@ -42,6 +44,13 @@ def default_config(
     )
 
 
+def default_verifier(drafter: Drafter | None, temperature: float | Sequence[float]) -> str | None:
+    """Who verifies where nobody says: None if no request samples."""
+    if not any(isinstance(t, numbers.Real) and t > 0 for t in np.ravel(np.asarray(temperature, object))):
+        return None
+    return "rejection" if getattr(drafter, "has_probs", False) else "match"
+
+
 def generate(
     target: Model,
     params: Params,
@@ -57,8 +66,15 @@ def generate(
     config: SpecConfig | None = None,
     rounds_per_dispatch: int = 8,
     on_tokens: OnTokens | None = None,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int | Sequence[int] = 0,
+    verifier: str | None = None,
+    stop_strings: StopStrings | None = None,
 ) -> Generation:
-    """Completes prompts greedily by speculative decoding; the ids are those of plain decoding.
+    """Completes prompts by speculative decoding. Greedy ids are those of plain decoding; what is sampled follows the
+    target's own distribution exactly, whoever drafts.
 
     Args:
       target: the model that decides, see `jaxspec.Model`.
@@ -78,6 +94,16 @@ def generate(
       rounds_per_dispatch: K of the chunked loop.
       on_tokens: called as `on_tokens(prompt_index, new_token_ids, finished)` while tokens arrive; needs the chunked or
         python loop.
+      temperature: what the logits are divided by; 0 takes the most likely token. This and the next three are one number
+        or one a prompt.
+      top_k: how many of the most likely tokens may be said; 0 for all.
+      top_p: the mass that the most likely tokens which may be said have at least, of what top_k has left; 1 for all.
+      seed: 0 .. 2**32 - 1. What a request samples depends on its prompt, its settings and its seed, not on the batch
+        around it; requests that are alike in all of them say the same.
+      verifier: "rejection", "block" or "match", see `SpecConfig.sampling`. By default "rejection" if a request samples
+        and the drafter can say what it drew from, "match" if it cannot; `RequestResult.rule` says what it was.
+      stop_strings: texts that end a request, `jaxspec.StopStrings(tokenizer, texts)`; they are found on the device. The
+        token that completes one is emitted; `RequestResult.stop_string` says which it was.
 
     Returns:
       A `Generation`: token ids, verify counts, accept lengths and timing. If pages run out, the requests that were
@@ -125,8 +151,9 @@ def generate(
             max_new_tokens=max(limits, default=0),
             memory=memory or "static",
             logprobs=bool(logprobs),
+            sampling=verifier or default_verifier(drafter, temperature),
         )
-    for name, value in (("memory", memory), ("logprobs", logprobs)):
+    for name, value in (("memory", memory), ("logprobs", logprobs), ("sampling", verifier)):
         if value is not None and value != getattr(config, name):
             raise InputError(f"{name}={value!r}: the configuration says {getattr(config, name)!r}; say it there")
     if config.kernel_backend in ("triton", "mosaic") and (reason := declined(config.kernel_backend)):
@@ -134,7 +161,19 @@ def generate(
     if not prompts:
         return Generation(requests=[], num_draft_tokens=config.num_draft_tokens, seconds=0.0, dispatches=0)
     spec = make_spec_step(target, drafter, config)
-    state = init_state(target, drafter, config, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    state = init_state(
+        target,
+        drafter,
+        config,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_strings=stop_strings,
+    )
     driver = Driver(spec, params, state)
 
     if loop == "device":
@@ -153,7 +192,7 @@ def generate(
                         on_tokens(index, report[index, 3 : 3 + count].tolist(), reason != 0)
     seconds = time.perf_counter() - start
     return Generation(
-        requests=read_requests(driver.state, prompts),
+        requests=read_requests(driver.state, prompts, config.sampling, stop_strings),
         num_draft_tokens=config.num_draft_tokens,
         seconds=seconds,
         dispatches=driver.dispatches,

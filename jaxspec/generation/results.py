@@ -7,8 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.generation.accounting import Acceptance
 from jaxspec.steps import SpecState, requests_of
-from jaxspec.steps.state import FINISH_NAMES
+from jaxspec.steps.settings import lane_settings
+from jaxspec.steps.state import FINISH_NAMES, STOP_STRING
+from jaxspec.verification import StopStrings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,13 +19,17 @@ class RequestResult:
     """One request.
 
     Attributes:
-      token_ids: the completion, the stop id included if there was one.
-      finish_reason: "stop", "length" (max_new_tokens), "context" (context_len) or "out_of_pages".
+      token_ids: the completion, the stop id included if there was one, or the token that completed a stop string.
+      finish_reason: "stop" (a stop id), "stop_string", "length" (max_new_tokens), "context" (context_len),
+        "out_of_pages", or "invalid_token": the target chose an id outside its vocabulary, and the request's first stop
+        id (0 if it has none) stands in its place.
       verify_count: rounds the request took part in.
       accept_lengths: tokens each round emitted, 1 .. D. The first token comes from prefill: sum(accept_lengths) + 1 is
         the number of tokens.
-      accepted_drafts: drafts each round accepted, 0 .. D - 1, before the run was cut at a stop id or a length limit.
+      accepted_drafts: drafts each round accepted, 0 .. D - 1, before the run was cut at a stop or a limit.
       logprobs: log-probability of each token under the target; None unless `SpecConfig.logprobs` asked for them.
+      rule: what decided its tokens: "greedy", or for a request that samples "rejection", "block" or "match".
+      stop_string: the text that ended it; None for any other end.
     """
 
     token_ids: list[int]
@@ -31,6 +38,12 @@ class RequestResult:
     accept_lengths: list[int]
     accepted_drafts: list[int]
     logprobs: list[float] | None = None
+    rule: str = "greedy"
+    stop_string: str | None = None
+
+    def acceptance(self, num_draft_tokens: int) -> Acceptance:
+        """What became of its drafts; num_draft_tokens is D."""
+        return Acceptance.of([self], num_draft_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +68,19 @@ class Generation:
         return [request.token_ids for request in self.requests]
 
     @property
+    def acceptance(self) -> Acceptance:
+        """What became of the drafts of all requests."""
+        return Acceptance.of(self.requests, self.num_draft_tokens)
+
+    @property
     def accept_length(self) -> float | None:
         """Completion tokens / verify count over all requests; None if no round was needed."""
-        rounds = sum(request.verify_count for request in self.requests)
-        return sum(len(request.token_ids) for request in self.requests) / rounds if rounds else None
+        return self.acceptance.accept_length
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """For each draft position 1 .. D - 1, the share of rounds that accepted it."""
-        accepted = np.concatenate([request.accepted_drafts for request in self.requests] or [[]]).astype(np.int64)
-        return [float(np.mean(accepted >= j)) if accepted.size else 0.0 for j in range(1, self.num_draft_tokens)]
+        """For each draft position 1 .. D - 1, the share of rounds that emitted it."""
+        return self.acceptance.per_position
 
     @property
     def accept_length_histogram(self) -> list[int]:
@@ -80,10 +96,12 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """`{"requests": [...], "aggregate": {...}}`, ready for `json.dump`."""
         return {
-            "requests": [dataclasses.asdict(request) for request in self.requests],
+            "requests": [
+                dataclasses.asdict(request) | request.acceptance(self.num_draft_tokens).to_json()
+                for request in self.requests
+            ],
             "aggregate": {
-                "accept_length": self.accept_length,
-                "acceptance_per_position": self.acceptance_per_position,
+                **self.acceptance.to_json(),
                 "accept_length_histogram": self.accept_length_histogram,
                 "tokens_per_second": self.tokens_per_second,
                 "completion_tokens": sum(len(request.token_ids) for request in self.requests),
@@ -95,23 +113,40 @@ class Generation:
         }
 
 
-def read_requests(state: SpecState, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
-    """Reads the results of a finished generation, in one transfer."""
-    requests, tokens, log, logprobs = jax.device_get(
-        (requests_of(state), state.tokens, state.round_log, state.logprobs)
+def read_requests(
+    state: SpecState,
+    prompts: Sequence[Sequence[int]],
+    verifier: str | None = None,
+    stop_strings: StopStrings | None = None,
+) -> list[RequestResult]:
+    """Reads the results of a finished generation, in one transfer.
+
+    Args:
+      state: after its last round.
+      prompts: those of `init_state`.
+      verifier: the configuration's `sampling`.
+      stop_strings: those of `init_state`.
+    """
+    matched = None if state.stops is None else state.stops.state
+    requests, tokens, log, logprobs, sampling, matched = jax.device_get(
+        (requests_of(state), state.tokens, state.round_log, state.logprobs, lane_settings(state), matched)
     )
+    greedy = [True] * len(prompts) if sampling is None else ~(sampling.temperature > 0)
     results = []
     for row, prompt in enumerate(prompts, start=1):
         rounds = int(requests.verify_count[row])
         emitted = slice(len(prompt), len(prompt) + int(requests.num_output[row]))
+        reason = int(requests.finish_reason[row])
         results.append(
             RequestResult(
                 token_ids=tokens[row, emitted].tolist(),
-                finish_reason=FINISH_NAMES[int(requests.finish_reason[row])] or "out_of_pages",
+                finish_reason=FINISH_NAMES[reason] or "out_of_pages",
                 verify_count=rounds,
                 accept_lengths=log[row, :rounds, 1].tolist(),
                 accepted_drafts=log[row, :rounds, 0].tolist(),
                 logprobs=None if logprobs is None else logprobs[row, emitted].tolist(),
+                rule="greedy" if greedy[row - 1] else verifier,
+                stop_string=stop_strings.found(int(matched[row])) if stop_strings and reason == STOP_STRING else None,
             )
         )
     return results

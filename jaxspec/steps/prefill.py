@@ -8,8 +8,9 @@ from jaxspec.metadata import draft_extend_metadata, verify_layout
 from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
+from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
-from jaxspec.verification import greedy_token
+from jaxspec.verification import greedy_token, sample_token
 from pallas_kernels import PackedMetadata
 
 Array = jax.Array
@@ -99,7 +100,12 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
 
     requests = requests.replace(seq_len=requests.seq_len + lanes_to_rows(extend_lens))
     through = waiting & (requests.seq_len[1:] == requests.prompt_len[1:])
-    run, count = greedy_token(logits), through.astype(jnp.int32)
+    sampling = lane_settings(state)
+    if sampling is None:
+        run = greedy_token(logits)
+    else:
+        run = sample_token(logits[:, 0], sampling, requests.seq_len[1:] - 1)[:, None]
+    count = through.astype(jnp.int32)
     emitted = emit(spec, state, requests, through, requests.seq_len[1:], run, count)
     if after and config.num_draft_tokens > 1:
         # What this drafter writes is made of the hidden rows, so of all that the target has read.
@@ -114,6 +120,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
             v2p=pages.v2p,
             metadata=metadata,
             context_len=config.context_len,
+            sampling=sampling if config.asks_probs else None,
             kpool=kpool_of(spec.target, config),
         )
         draft_state = spec.drafter.extend(params.draft, lend(cache, draft_state), context)

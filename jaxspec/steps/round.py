@@ -24,6 +24,7 @@ from jaxspec.recurrent import commit as commit_states
 from jaxspec.recurrent import take_pending
 from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
+from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.state import (
     CONTEXT,
     FINISHED,
@@ -35,7 +36,16 @@ from jaxspec.steps.state import (
     lanes_to_rows,
     requests_of,
 )
-from jaxspec.verification import StopMatcher, end_run, greedy_accept, greedy_token
+from jaxspec.verification import (
+    StopMatcher,
+    chain_nodes,
+    end_run,
+    greedy_accept,
+    greedy_token,
+    verify_block,
+    verify_match,
+    verify_rejection,
+)
 
 Array = jax.Array
 
@@ -66,8 +76,10 @@ class Verdict:
     """What the target said.
 
     Attributes:
-      targets: int32[B, D], its choice after each row.
-      accepted: int32[B], leading drafts that agree, 0 .. D - 1.
+      targets: int32[B, D], the run, up to `accepted`: the drafts that are kept and one token of the target's own behind
+        the last of them. Behind that ids in range; of a greedy step the target's choice after each row.
+      accepted: int32[B], leading drafts that are kept, 0 .. D - 1.
+      rule: int32[B], what decided, see `jaxspec.verification`; None where every request is greedy.
       logits: float32[B, D, V] or None, kept where log-probabilities are wanted.
       hidden: [B, D, H] or None, the target's hidden rows, kept for a drafter that feeds on them.
       pending: for each recurrent layer, its state after each of the D rows; see `jaxspec.recurrent.commit`.
@@ -75,6 +87,7 @@ class Verdict:
 
     targets: Array
     accepted: Array
+    rule: Array | None = None
     logits: Array | None = None
     hidden: Array | None = None
     pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
@@ -94,6 +107,8 @@ class StepOutput:
       finish_reason: int32[B], 0 while the request runs, else 1 stop id, 2 max_new_tokens, 3 context_len, 4 stop string,
         5 an id outside the vocabulary, which a stop id has taken the place of.
       unfinished: bool[], whether any request is still running.
+      rule: int32[B], what decided, an index of `jaxspec.verification.RULE_NAMES`, 0 for lanes that took no part; None
+        where the configuration is greedy.
     """
 
     status: Array
@@ -103,6 +118,7 @@ class StepOutput:
     accepted: Array
     finish_reason: Array
     unfinished: Array
+    rule: Array | None = None
 
 
 def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
@@ -175,7 +191,9 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
     """
     B, num_drafts = spec.config.batch_size, spec.config.num_draft_tokens - 1
     if spec.drafter is None or num_drafts == 0:
-        return state, Drafts(tokens=jnp.zeros((B, num_drafts), jnp.int32), count=jnp.zeros((B,), jnp.int32))
+        shape = B, num_drafts, spec.target.vocab_size
+        probs = jnp.zeros(shape, jnp.float32) if spec.config.asks_probs else None
+        return state, Drafts(jnp.zeros((B, num_drafts), jnp.int32), jnp.zeros((B,), jnp.int32), probs)
     context = DraftContext(
         tokens=state.tokens,
         req_rows=plan.req_rows,
@@ -184,6 +202,7 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
         metadata=plan.metadata,
         page_rows=page_rows(spec.config, state.pages),
         v2p=state.pages.v2p,
+        sampling=lane_settings(state) if spec.config.asks_probs else None,
         kpool=kpool_of(spec.target, spec.config),
     )
     draft_state, drafts = spec.drafter.propose(params.draft, lend(state.cache, state.draft), context, num_drafts)
@@ -195,7 +214,7 @@ def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, D
 
 
 def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> tuple[SpecState, Verdict]:
-    """Runs the target over anchor and drafts, and accepts greedily.
+    """Runs the target over anchor and drafts, and decides which of them stay.
 
     Args:
       spec: the `SpecStep` (static).
@@ -210,7 +229,7 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
     ids = plan.metadata.ids.at[:, 1:].set(drafts.tokens)
     metadata = plan.metadata.replace(ids=ids)
     logits, hidden, cache = spec.target.apply(params.target, ids, metadata.window.positions, state.cache, metadata)
-    targets = greedy_token(logits)
+    targets, accepted, rule = _judge(spec, state, plan, drafts, logits)
     cache, pending = take_pending(cache)
     recurrent = {layer for layer, spec in enumerate(spec.target.layers) if spec.carries == ACCUMULATED}
     if set(pending) != recurrent:
@@ -220,11 +239,32 @@ def verify(spec, params, state: SpecState, plan: RoundPlan, drafts: Drafts) -> t
         )
     return state.replace(cache=cache), Verdict(
         targets=targets,
-        accepted=greedy_accept(drafts.tokens, drafts.count, targets),
+        accepted=accepted,
+        rule=rule,
         logits=logits if spec.config.logprobs else None,
         hidden=hidden if extends(spec.drafter) else None,
         pending=pending,
     )
+
+
+def _judge(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, logits: Array):
+    """`targets`, `accepted` and `rule` of a `Verdict`."""
+    sampling, verifier = lane_settings(state), spec.config.sampling
+    if sampling is None:
+        targets = greedy_token(logits)
+        return targets, greedy_accept(drafts.tokens, drafts.count, targets), None
+    nodes = chain_nodes(plan.anchor, drafts.tokens, drafts.count, plan.req_rows > 0)
+    if verifier == "match":
+        verified = verify_match(nodes, logits, sampling, plan.seq_lens)
+    elif drafts.probs is None:
+        raise TypeError(
+            f"sampling={verifier!r} asks what drafts were drawn from, and drafts.probs is None: fill it, or say "
+            "sampling='match'"
+        )
+    else:
+        rule = verify_block if verifier == "block" else verify_rejection
+        verified = rule(nodes, logits, sampling, plan.seq_lens, drafts.probs)
+    return verified.tokens, verified.accepted, verified.rule
 
 
 def extend(spec, params, state: SpecState, plan: RoundPlan, verdict: Verdict) -> SpecState:
@@ -250,6 +290,7 @@ def extend(spec, params, state: SpecState, plan: RoundPlan, verdict: Verdict) ->
         v2p=state.pages.v2p,
         metadata=plan.metadata,
         context_len=spec.config.context_len,
+        sampling=lane_settings(state) if spec.config.asks_probs else None,
         kpool=kpool_of(spec.target, spec.config),
     )
     draft_state = spec.drafter.extend(params.draft, lend(state.cache, state.draft), context)
@@ -303,6 +344,7 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         accepted=accepted,
         finish_reason=requests.finish_reason[1:],
         unfinished=(requests.status == RUNNING).any(),
+        rule=verdict.rule,
     )
 
 

@@ -24,6 +24,7 @@ from jaxspec.metadata import verify_layout
 from jaxspec.models.contract import Model
 from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import init_memory, pool_layout, smallest_pool
+from jaxspec.steps.settings import pack_settings
 from jaxspec.verification.stop_strings import StopStrings
 from jaxspec.verification.stopping import CONTEXT, INVALID, LENGTH, STOP, STOP_STRING, UNFINISHED, StopMatcher
 from pallas_kernels import PackedMetadata
@@ -84,6 +85,7 @@ class SpecState:
       logprobs: float32[R, T], log-probability of the emitted token at each position; None unless asked for.
       packed: int32[7, R], the fields of `Requests`.
       metadata: the buffer that each round's metadata is written to.
+      settings: int32[4, R], how each request samples, see `jaxspec.steps.settings`; None if all are greedy.
       stops: what finds stop strings; None if no request has one.
     """
 
@@ -96,6 +98,7 @@ class SpecState:
     logprobs: Array | None
     packed: Array
     metadata: PackedMetadata
+    settings: Array | None = None
     stops: StopMatcher | None = None
 
     def with_(self, *, requests: Requests, **parts) -> "SpecState":
@@ -183,6 +186,10 @@ def init_state(
     max_new_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
     stop_strings: StopStrings | None = None,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int | Sequence[int] = 0,
 ) -> SpecState:
     """A state with the prompts laid out and nothing in the cache yet.
 
@@ -194,13 +201,19 @@ def init_state(
       max_new_tokens: tokens each request may emit, one number or one a prompt; `config.max_new_tokens` by default.
       stop_ids: ids that end a request; the id itself is emitted.
       stop_strings: texts that end a request; the token that completes one is emitted.
+      temperature: what the logits are divided by; 0 takes the most likely token. This and the next three are one number
+        or one a prompt; a temperature above 0 needs `SpecConfig.sampling`.
+      top_k: how many of the most likely tokens may be said; 0 for all.
+      top_p: the mass that the most likely tokens which may be said have at least, of what top_k has left; 1 for all.
+      seed: of a request's coins, 0 .. 2**32 - 1. What a request says depends on its prompt, settings and seed; requests
+        that are alike in all of them say the same.
 
     Returns:
       The state, ready for `prefill`.
 
     Raises:
       InputError: an empty prompt, one that leaves no room in the context, an id out of range, a pool too small for one
-        request.
+        request, a sampling setting that is none.
     """
     prompts = [np.asarray(prompt) for prompt in prompts]
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -210,6 +223,8 @@ def init_state(
     bad = [i for i in stop_ids if not 0 <= i < target.vocab_size]
     if bad:
         raise InputError(f"stop id {bad[0]} is outside 0 .. {target.vocab_size - 1}")
+
+    settings = pack_settings(config, len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
     R, window = config.rows, target.swa_window
     tokens = np.zeros((R, config.context_len), np.int32)
@@ -245,6 +260,7 @@ def init_state(
         logprobs=jnp.zeros((R, config.context_len), jnp.float32) if config.logprobs else None,
         packed=jnp.zeros((len(_REQUEST_FIELDS), R), jnp.int32),
         metadata=PackedMetadata.zeros(layout),
+        settings=None if settings is None else jnp.asarray(settings),
         stops=None if stop_strings is None else stop_strings.matcher(len(prompts), R, target.vocab_size),
     )
     return state.with_(requests=Requests(**{name: jnp.asarray(row) for name, row in fields.items()}))

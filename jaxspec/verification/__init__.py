@@ -1,7 +1,7 @@
 """Which drafts are kept, what is drawn, and where a request ends."""
 
 from jaxspec.verification.block import verify_block
-from jaxspec.verification.chain import verify_greedy, verify_match, verify_rejection
+from jaxspec.verification.chain import sample_token, verify_greedy, verify_match, verify_rejection
 from jaxspec.verification.coins import Coins, block_coins, chain_coins, draft_noise
 from jaxspec.verification.draws import inverse_cdf
 from jaxspec.verification.greedy import greedy_accept, greedy_token
@@ -42,6 +42,7 @@ __all__ = [
     "greedy_accept",
     "greedy_token",
     "inverse_cdf",
+    "sample_token",
     "target_probs",
     "verify_block",
     "verify_greedy",

@@ -7,13 +7,29 @@ with a token of the target's own, drawn where the first draft failed or behind t
 import jax
 import jax.numpy as jnp
 
-from jaxspec.verification.coins import Coins, chain_coins
+from jaxspec.verification.coins import DRAW, VERIFY, Coins, chain_coins, uniform
 from jaxspec.verification.draws import inverse_cdf
 from jaxspec.verification.greedy import greedy_token
 from jaxspec.verification.nodes import GREEDY, MATCH, REJECTION, Nodes, Verified, chain_run
 from jaxspec.verification.sampling import Law, Rows, Sampling, draw, each_row, law_of, pick_row, rows_of
 
 Array = jax.Array
+
+
+def sample_token(logits: Array, sampling: Sampling, position: Array, mask: Array | None = None) -> Array:
+    """The token behind one row of each request: what plain decoding says, with the coin that every rule draws with.
+
+    Args:
+      logits: float[B, V].
+      sampling: `Sampling` of the B requests.
+      position: int32[B], of the row; the token's own is one further.
+      mask: bool[B, V], the tokens that may be said; None for all of them.
+
+    Returns:
+      int32[B], the most likely token for greedy requests.
+    """
+    rows = rows_of(logits, mask)
+    return draw(rows, law_of(rows, sampling), uniform(sampling.seed, position, DRAW, VERIFY))
 
 
 @jax.jit
