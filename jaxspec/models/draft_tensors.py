@@ -55,6 +55,7 @@ class DraftFormat:
       tensors: `config -> {name: DraftTensor}`, names as they are without a leading "model.".
       alias: `name -> name`, another spelling of a tensor's name as the one in `tensors`.
       ignored: names of tensors that the file may hold and nobody reads.
+      notes: `settings -> lines`, what the parsed config.json leaves to a default that a user may want to know of.
       check: `(config, tree)`: raises InputError where values that were read make no sense together.
       build: `(config, dtype) -> draft`, the network.
     """
@@ -66,4 +67,5 @@ class DraftFormat:
     build: Callable[[Any, Any], Any]
     alias: Callable[[str], str] = lambda name: name
     ignored: tuple[str, ...] = ()
+    notes: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda settings: ()
     check: Callable[[Any, Mapping[str, Any]], None] = lambda config, tree: None
