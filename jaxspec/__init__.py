@@ -47,7 +47,18 @@ from jaxspec.metadata import (
     VerifyMetadata,
     WriteWindow,
 )
-from jaxspec.models import Checkpoint, Model, MTPBlocks, embedded_names, from_glm, from_hybrid, from_qwen3
+from jaxspec.models import (
+    Checkpoint,
+    DraftCheckpoint,
+    Model,
+    MTPBlocks,
+    embedded_draft,
+    embedded_names,
+    from_glm,
+    from_hybrid,
+    from_qwen3,
+    load_draft,
+)
 from jaxspec.models import load as load_model
 from jaxspec.recurrent import gated_delta, recur, short_conv
 from jaxspec.steps import (
@@ -79,6 +90,7 @@ __all__ = [
     "DFlashDrafter",
     "DSparkDrafter",
     "DecodeMetadata",
+    "DraftCheckpoint",
     "DraftContext",
     "DraftExtendMetadata",
     "DraftLM",
@@ -118,6 +130,7 @@ __all__ = [
     "commit",
     "compiler_options",
     "draft",
+    "embedded_draft",
     "embedded_names",
     "extend",
     "from_glm",
@@ -126,6 +139,7 @@ __all__ = [
     "gated_delta",
     "generate",
     "init_state",
+    "load_draft",
     "load_model",
     "make_spec_step",
     "paged_attention",
