@@ -13,12 +13,12 @@ from pallas_kernels import DecodeTables, MetadataLayout, PackedMetadata, View, W
 STALE = -7  # in every destination cell before a call
 GUARD = -99  # in the cells of a wider buffer that belong to none of its views
 
-_GPU = [
+GPU = [
     pytest.param("triton", marks=pytest.mark.gpu),
     pytest.param("mosaic", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(mosaic.unavailable()), reason="old jax")]),
 ]
-BACKENDS = ["reference", "interpret", "checked", *_GPU]
-QUICK = ["reference", "checked", *_GPU]  # for sweeps over shapes, each of which the interpreter compiles for a second
+BACKENDS = ["reference", "interpret", "checked", *GPU]
+QUICK = ["reference", "checked", *GPU]  # for sweeps over shapes, each of which the interpreter compiles for a second
 EVERY_BACKEND = [*BACKENDS, pytest.param(None, marks=pytest.mark.gpu)]
 
 
