@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hybrid_cases import live_slots, state_places
 from mtp_cases import NEW, T
 from tiny_models import (
     FAST_COMPILE,
@@ -19,6 +20,7 @@ from tiny_models import (
 )
 
 import jaxspec
+from jaxspec.cache import PoolCache
 from jaxspec.models import dense_attend
 from jaxspec.models.eagle import Eagle3, Eagle3Config, eagle3_tensors
 
@@ -135,9 +137,9 @@ class Oracle:
         head = tree.get("lm_head", self.tree.get("lm_head", self.tree["embed_tokens"]))
         return head @ normed, normed if config.norm_output else x
 
-    def chain(self, features, text, count):
+    def chain(self, features, text, count, given=()):
         """`count` proposals to follow a text whose last token is the anchor, and the scores of each [Vd]; `features`
-        [L, m * H] are those of all other tokens."""
+        [L, m * H] are those of all other tokens. A chain goes on with the ids that are given, or its own."""
         for position, (token, row) in enumerate(zip(text[1:], features, strict=True)):
             scores, hidden = self.row(token, self.fused(np.asarray(row, np.float64)), position)
         drafts, all_scores = [], [scores]
@@ -146,7 +148,8 @@ class Oracle:
             best = int(np.argmax(all_scores[-1]))
             drafts.append(best + int(offsets[best]))
             if step < count - 1:
-                scores, hidden = self.row(drafts[-1], hidden, len(features) + step)
+                token = given[step] if given else drafts[-1]
+                scores, hidden = self.row(token, hidden, len(features) + step)
                 all_scores.append(scores)
         return drafts, all_scores
 
@@ -182,6 +185,10 @@ class Reference:
                 self.texts[ids] = text, features
         return {ids: self.texts[ids][0] for ids in prompts}
 
+    def features(self, text):
+        """[T, layers, H] of any text."""
+        return self._run([text])[1][0]
+
     def _run(self, texts):
         tokens = np.zeros((self.LANES, T), np.int32)
         for row, text in enumerate(texts):
@@ -191,10 +198,45 @@ class Reference:
     def chain(self, config, params, ids, length, count):
         """Proposals and scores of `Oracle.chain` where `length` tokens of the text after prompt `ids` are committed."""
         text, features = self.texts[ids]
-        tapped = features[:length][:, list(config.target_layer_ids)].reshape(length, -1)
-        return Oracle(config, params).chain(tapped, text[: length + 1], count)
+        return Oracle(config, params).chain(tapped(config, features[:length]), text[: length + 1], count)
+
+
+def tapped(config, features):
+    """[L, m * H] of features [L, layers, H] of all layers."""
+    return features[:, list(config.target_layer_ids)].reshape(len(features), -1)
 
 
 @functools.cache
 def reference(name):
     return Reference(name)
+
+
+def poison(state):
+    """The state with NaN wherever the next forward has no business: free pages, sinks, padding, and rows from the
+    committed length on, of the target and of the draft."""
+    cache = state.cache
+    if isinstance(cache, PoolCache):
+        layout, live = cache.layout, np.zeros(cache.layout.nbytes, bool)
+        for kind, entry in layout.entries.items():
+            for span in entry.spans:
+                name, number = span.owner
+                if kind == "state":
+                    places = np.array([*state_places(state).values()], int)
+                else:
+                    places = live_slots(state, getattr(layout, name)[number])
+                live[(places * entry.size + span.start)[:, None] + np.arange(span.size)] = True
+        raw = np.where(live, np.asarray(cache.buffer).reshape(-1).view(np.uint8), np.uint8(0xFF))
+        return state.replace(
+            cache=cache.replace(buffer=jnp.asarray(raw.view(cache.buffer.dtype).reshape(cache.buffer.shape)))
+        )
+
+    def spoil(buffer, live):
+        spoiled = np.full(buffer.shape, np.nan, buffer.dtype)
+        spoiled[live] = np.asarray(buffer)[live]
+        return jnp.asarray(spoiled)
+
+    def spoil_all(cache):
+        buffers = zip(cache.layers, cache.buffers, strict=True)
+        return cache.replace(buffers=tuple(spoil(buffer, live_slots(state, layer)) for layer, buffer in buffers))
+
+    return state.replace(cache=spoil_all(cache), draft=state.draft.replace(cache=spoil_all(state.draft.cache)))

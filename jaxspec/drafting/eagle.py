@@ -23,7 +23,7 @@ from jaxspec.cache import KVCache, LayerSpec, PoolCache, init_cache
 from jaxspec.cache.placement import Placement, place_draft
 from jaxspec.config import SpecConfig
 from jaxspec.drafting.base import DraftContext, Drafts, ExtendContext
-from jaxspec.drafting.proposals import propose_token
+from jaxspec.drafting.proposals import Chain, propose_token
 from jaxspec.errors import InputError
 from jaxspec.metadata import decode_step
 from jaxspec.models.contract import Model
@@ -147,32 +147,24 @@ class Eagle3Drafter:
         )
 
     def propose(self, params, state: Eagle3State, context: DraftContext, num_drafts: int) -> tuple[Eagle3State, Drafts]:
-        column = jnp.arange(num_drafts, dtype=jnp.int32)
-
         def step(i, carry):
-            token, hidden, tokens, probs, cache = carry
+            chain, hidden, cache = carry
             metadata = decode_step(context.metadata, context.metadata.window, i)
 
             def store_and_attend(layer, q, k, v, cache):
                 return attend(cache, layer, q, k, v, metadata)
 
             rows, hidden, cache = self.draft.rows(
-                params, token[:, None], hidden[:, None], metadata.window.positions, store_and_attend, cache
+                params, chain.last[:, None], hidden[:, None], metadata.window.positions, store_and_attend, cache
             )
             scores = self.draft.logits(params, rows[:, 0])
-            token, drawn_from = self._choose(params, scores, context.sampling, context.seq_lens, i + 1)
-            here = column == i + 1
-            tokens = jnp.where(here, token[:, None], tokens)
-            if drawn_from is not None:
-                probs = jnp.where(here[:, None], drawn_from[:, None], probs)
-            return token, hidden[:, 0], tokens, probs, cache
+            drawn = self._choose(params, scores, context.sampling, context.seq_lens, i + 1)
+            return chain.add(*drawn, i + 1), hidden[:, 0], cache
 
-        tokens = jnp.where(column == 0, state.token[:, None], 0)
-        probs = None if state.probs is None else jnp.where((column == 0)[:, None], state.probs[:, None], 0)
-        carry = state.token, state.hidden, tokens, probs, state.cache
-        _, _, tokens, probs, cache = jax.lax.fori_loop(0, num_drafts - 1, step, carry)
+        carry = Chain.start(state.token, state.probs, num_drafts), state.hidden, state.cache
+        chain, _, cache = jax.lax.fori_loop(0, num_drafts - 1, step, carry)
         count = jnp.full(state.token.shape, num_drafts, jnp.int32)
-        return state.replace(cache=cache), Drafts(tokens=tokens, count=count, probs=probs)
+        return state.replace(cache=cache), Drafts(chain.tokens, count, chain.probs)
 
     def _choose(
         self, params, scores: Array, sampling: Sampling | None, seq_lens: Array, index: Array | int
