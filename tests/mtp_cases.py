@@ -52,7 +52,7 @@ def round_by_phases(spec, params, state, text, right):
     state, plan = jaxspec.prepare(spec, state)
     state, drafts = jaxspec.draft(spec, params, state, plan)
     column = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)
-    told = jnp.take_along_axis(text, jnp.minimum(plan.seq_lens[:, None] + 1 + column, T - 1), axis=1)
+    told = jnp.take_along_axis(text, jnp.minimum(plan.seq_lens[:, None] + 1 + column, text.shape[1] - 1), axis=1)
     script = jnp.where(column < right[:, None], told, (told + 1) % spec.target.vocab_size)
     script = drafts.replace(tokens=jnp.where(right[:, None] < 0, drafts.tokens, script))
     state, verdict = jaxspec.verify(spec, params, state, plan, script)
