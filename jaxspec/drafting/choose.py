@@ -3,13 +3,17 @@
 from typing import Any
 
 from jaxspec.drafting.base import Drafter
+from jaxspec.drafting.block import DFlashDrafter, DSparkDrafter
 from jaxspec.drafting.draft_lm import DraftLM
+from jaxspec.drafting.eagle import Eagle3Drafter
 from jaxspec.drafting.mtp import MTPDrafter
 from jaxspec.drafting.ngram import NgramDrafter
 from jaxspec.errors import InputError
 from jaxspec.models import Checkpoint, load
+from jaxspec.models.draft_checkpoint import embedded_draft, load_draft
 
-DRAFTERS = ("draft_lm", "mtp", "ngram", "none")
+TRAINED = {"dflash": DFlashDrafter, "dspark": DSparkDrafter, "eagle3": Eagle3Drafter}  # for one target
+DRAFTERS = ("dflash", "draft_lm", "dspark", "eagle3", "mtp", "ngram", "none")
 
 
 def make_drafter(
@@ -19,15 +23,27 @@ def make_drafter(
 
     Args:
       name: one of `DRAFTERS`; "none" drafts nothing.
-      target: whose prediction blocks "mtp" drafts with.
-      draft_model: what "draft_lm" drafts with, an embedded model's name or a folder; "draft" by default.
-      dtype: what the draft model computes in.
+      target: whose prediction blocks "mtp" drafts with, and whose features, embedding and head those that are trained
+        for one target.
+      draft_model: what "draft_lm" drafts with, an embedded model's name or a folder, "draft" by default; or the folder
+        of a draft that is trained for this target, by default the one that ships with the library.
+      dtype: what the draft computes in.
 
     Raises:
-      InputError: `draft_model` beside another drafter; a target without prediction blocks; a model that cannot draft.
+      InputError: `draft_model` beside another drafter; a target without prediction blocks, or that no draft of the kind
+        ships for; a model that cannot draft.
     """
-    if name != "draft_lm" and draft_model is not None:
+    if name not in ("draft_lm", *TRAINED) and draft_model is not None:
         raise InputError(f"draft_model={draft_model}: of no use with drafter={name}; leave one of them out")
+    if name in TRAINED:
+        folder = embedded_draft(name, target.name) if draft_model is None else draft_model
+        if folder is None:
+            raise InputError(
+                f"drafter={name}: no draft of this kind ships with the library for {target.name!r}; give the folder of "
+                "one as draft_model"
+            )
+        draft = load_draft(folder, target, dtype, kind=name)
+        return TRAINED[name](draft.draft), draft.params
     if name == "draft_lm":
         draft = load(draft_model or "draft", dtype)
         return DraftLM(draft.draft_model), draft.params
@@ -37,11 +53,12 @@ def make_drafter(
 
 
 def fitting_drafters(target: Checkpoint) -> list[str]:
-    """Who drafts well for a target, the best first: its own prediction blocks, or else the embedded draft model, where
-    it shares the vocabulary, and n-grams."""
+    """Who drafts well for a target, the best first: a draft that ships for it and its own prediction blocks, or else
+    the embedded draft model, where it shares the vocabulary, and n-grams."""
+    trained = [name for name in ("dspark", "eagle3") if embedded_draft(name, target.name)]
     if target.blocks:
-        return ["mtp"]
-    return [*(["draft_lm"] if load("draft").config.vocab_size == target.config.vocab_size else []), "ngram"]
+        return [*trained, "mtp"]
+    return [*trained, *(["draft_lm"] if load("draft").config.vocab_size == target.config.vocab_size else []), "ngram"]
 
 
 def page_size_for(target: Checkpoint) -> int:
