@@ -15,20 +15,22 @@ from jaxspec import (
     InputError,
     Params,
     SpecConfig,
+    StopStrings,
     embedded_names,
     init_state,
     load_model,
     make_spec_step,
 )
 from jaxspec import generate as run_generation
-from jaxspec.cli import environment, prompts, report, switches
+from jaxspec.cli import environment, prompts, report, sampling, switches
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions
-from jaxspec.config import MEMORIES
+from jaxspec.config import MEMORIES, VERIFIERS
 from jaxspec.drafting import Drafter
 from jaxspec.drafting.choose import DRAFTERS, make_drafter, page_size_for
 from jaxspec.generation import LOOPS
+from jaxspec.generation.generate import default_verifier
 from jaxspec.models import Checkpoint
 from jaxspec.steps.fusion import metadata_path
 
@@ -82,6 +84,39 @@ def define_flags(values: flags.FlagValues) -> None:
         "Without --prompt and --prompt_file the prompts that come with the package are completed.",
     )
     define("integer", "max_new_tokens", 128, "Tokens a completion may have at most.", lower_bound=1)
+    define(
+        "float",
+        "temperature",
+        0.0,
+        "What logits are divided by before a token is drawn; 0 takes the most likely one. A line of --prompt_file may "
+        'have a "temperature", "top_k", "top_p" and "seed" of its own.',
+        lower_bound=0.0,
+    )
+    define("integer", "top_k", 0, "Draw from so many of the most likely tokens; 0 for all.", lower_bound=0)
+    define("float", "top_p", 1.0, "Draw from the most likely tokens that have this mass, of what --top_k has left.")
+    define(
+        "integer",
+        "seed",
+        0,
+        "Of the draws: the first prompt has this seed, the next one the next, and so on.",
+        lower_bound=0,
+        upper_bound=2**32 - 1,
+    )
+    define(
+        "enum",
+        "verifier",
+        None,
+        list(VERIFIERS),
+        "Who decides on drafts where tokens are drawn: draft by draft, all of a round together, or by a draw of the "
+        "target's own. By default rejection where the drafter knows what it drew from, else match.",
+    )
+    define(
+        "multi_string",
+        "stop",
+        [],
+        "Text that ends a completion, found on the device; the token that completes it is kept. May be given several "
+        "times.",
+    )
     define("boolean", "check_exact", True, "Run plain decoding too and compare the ids; a difference is exit status 1.")
     define("boolean", "ignore_eos", False, "Do not stop at the model's end-of-text ids.")
     define(
@@ -134,7 +169,11 @@ def define_flags(values: flags.FlagValues) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A decoding of all prompts, with a drafter or without."""
+    """A decoding of all prompts, with a drafter or without.
+
+    Attributes:
+      settings: for each prompt its temperature, top_k, top_p and seed.
+    """
 
     name: str
     target: Checkpoint
@@ -142,6 +181,8 @@ class _Job:
     params: Params
     config: SpecConfig
     stop_ids: tuple[int, ...]
+    stop_strings: StopStrings | None
+    settings: tuple[dict[str, float], ...]
     loop: str
 
 
@@ -165,26 +206,36 @@ def _run(values: flags.FlagValues, screen: Screen, output: JsonFile) -> int:
         target = load_model(values.model, values.dtype)
         requests = prompts.encode(requests, target)
         drafter, draft_params = _drafter(values, target, screen)
+        stop_strings = StopStrings(target.tokenizer, values.stop) if values.stop else None
+    settings = sampling.settings_of(values, requests)
     job = _Job(
         name="speculative decoding" if drafter else "plain decoding",
         target=target,
         drafter=drafter,
         params=Params(target.params, draft_params),
-        config=_config(values, target, requests, drafter, fusion),
+        config=_config(values, target, requests, drafter, fusion, settings),
         stop_ids=() if values.ignore_eos else target.config.eos_token_ids,
+        stop_strings=stop_strings,
+        settings=settings,
         loop=values.loop,
     )
     _check_pool(job, requests)
     has_text = (target.folder / "tokenizer.json").is_file()
+    rules = [sampling.rule_of(each, job.config.sampling) for each in settings]
     jobs = [job]
-    if values.check_exact:
-        config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None)
+    if values.check_exact and any(rule in report.COMPARED for rule in rules):
+        # A draw of the target's own, whatever the verifier: with "match" it is the same one.
+        verifier = job.config.sampling and "match"
+        config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None, sampling=verifier)
         jobs.append(dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config))
+    if values.check_exact and (line := sampling.not_compared(rules)):
+        screen.say(line)
     setup_seconds = _compile(jobs, requests, screen)
-    completions = Completions(screen, requests, target.decode if has_text else None)
+    notes = [sampling.describe(*pair) for pair in zip(settings, rules, strict=True)]
+    completions = Completions(screen, requests, target.decode if has_text else None, notes)
     result = _decode(job, requests, screen, completions)
-    plain = _decode(jobs[1], requests, screen) if values.check_exact else None
-    outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None)
+    plain = _decode(jobs[1], requests, screen) if jobs[1:] else None
+    outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None, settings)
     screen.write(report.to_text(outcome))
     output.write(report.to_json(outcome, _environment(values, job)))
     starved = sum(request.finish_reason == "out_of_pages" for request in result.requests)
@@ -218,6 +269,7 @@ def _config(
     requests: Sequence[prompts.Prompt],
     drafter: Drafter | None,
     fusion: bool,
+    settings: Sequence[dict[str, float]],
 ) -> SpecConfig:
     """Shapes that fit every prompt, so that all batches run in one compiled program."""
     context = target.config.max_position_embeddings
@@ -233,6 +285,7 @@ def _config(
         num_pages=values.num_pages,
         memory=values.memory,
         logprobs=values.logprobs,
+        sampling=values.verifier or default_verifier(drafter, [each["temperature"] for each in settings]),
         kpool_metadata_fusion=fusion,
     )
 
@@ -241,7 +294,10 @@ def _check_pool(job: _Job, requests: Sequence[prompts.Prompt]) -> None:
     """Raises InputError now for what would stop a later batch; builds no arrays."""
     config = dataclasses.replace(job.config, batch_size=len(requests))
     ids = [request.token_ids for request in requests]
-    jax.eval_shape(lambda: init_state(job.target.model, job.drafter, config, ids, stop_ids=job.stop_ids))
+    model, drafter = job.target.model, job.drafter
+    jax.eval_shape(
+        lambda: init_state(model, drafter, config, ids, stop_ids=job.stop_ids, stop_strings=job.stop_strings)
+    )
 
 
 def _compile(jobs: Sequence[_Job], requests: Sequence[prompts.Prompt], screen: Screen) -> float:
@@ -250,7 +306,7 @@ def _compile(jobs: Sequence[_Job], requests: Sequence[prompts.Prompt], screen: S
 
     def compile_one(job: _Job) -> None:
         # The configuration fixes the shapes, so the shortest call compiles the same programs.
-        _generate(job, [requests[0].token_ids[:1]], max_new_tokens=1)
+        _generate(job, [requests[0].token_ids[:1]], job.settings[:1], max_new_tokens=1)
 
     with screen.task("programs", "compiling"), concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         for future in [pool.submit(compile_one, job) for job in jobs]:
@@ -269,7 +325,8 @@ def _decode(
         for first in range(0, len(requests), size):
             batch = [request.token_ids for request in requests[first : first + size]]
             on_tokens = None if job.loop == "device" else _listener(first, meter, completions)
-            result = _generate(job, batch, config.max_new_tokens, on_tokens)
+            settings = job.settings[first : first + size]
+            result = _generate(job, batch, settings, config.max_new_tokens, on_tokens)
             results.append(result)
             for index, request in enumerate(result.requests, start=first):
                 if completions is not None:
@@ -285,7 +342,13 @@ def _decode(
     )
 
 
-def _generate(job: _Job, batch: Sequence[Sequence[int]], max_new_tokens: int, on_tokens=None) -> Generation:
+def _generate(
+    job: _Job,
+    batch: Sequence[Sequence[int]],
+    settings: Sequence[dict[str, float]],
+    max_new_tokens: int,
+    on_tokens=None,
+) -> Generation:
     return run_generation(
         job.target.model,
         job.params,
@@ -293,10 +356,12 @@ def _generate(job: _Job, batch: Sequence[Sequence[int]], max_new_tokens: int, on
         drafter=job.drafter,
         max_new_tokens=max_new_tokens,
         stop_ids=job.stop_ids,
+        stop_strings=job.stop_strings,
         loop=job.loop,
         config=job.config,
         rounds_per_dispatch=_ROUNDS,
         on_tokens=on_tokens,
+        **{name: [each[name] for each in settings] for name in prompts.SETTINGS},
     )
 
 

@@ -9,6 +9,8 @@ import jaxspec.models
 from jaxspec.errors import InputError
 from jaxspec.models import Checkpoint
 
+SETTINGS = ("temperature", "top_k", "top_p", "seed")
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -19,12 +21,14 @@ class Prompt:
       place: how an error message calls it.
       text: the prompt, None if it came as ids.
       token_ids: its ids, None until `encode` has made them.
+      settings: how it samples where the flags shall not decide: temperature, top_k, top_p, seed.
     """
 
     id: str
     place: str
     text: str | None = None
     token_ids: list[int] | None = None
+    settings: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def shipped_file() -> Path:
@@ -41,7 +45,8 @@ def collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """Reads a JSONL file; each line holds an object with "prompt" (text) or "token_ids" (a list), and perhaps "id".
+    """Reads a JSONL file; each line holds an object with "prompt" (text) or "token_ids" (a list), and perhaps "id" and
+    any of "temperature", "top_k", "top_p" and "seed".
 
     Raises:
       InputError: the file cannot be read or holds no prompts, or a line, named by its number, is not such an object.
@@ -73,14 +78,15 @@ def _parse(line: bytes, path: Path, number: int) -> Prompt:
     name = entry.get("id", f"line-{number}")
     if not isinstance(name, str | int) or isinstance(name, bool):
         raise InputError(f'{place}: "id" is {json.dumps(name)[:40]}: it must be a string or a whole number')
+    settings = {key: entry[key] for key in SETTINGS if key in entry}
     if "prompt" in entry:
         if not isinstance(entry["prompt"], str):
             raise InputError(f'{place}: "prompt" is {json.dumps(entry["prompt"])[:40]}: it must be a string')
-        return Prompt(str(name), place, text=entry["prompt"])
+        return Prompt(str(name), place, text=entry["prompt"], settings=settings)
     ids = entry["token_ids"]
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise InputError(f'{place}: "token_ids" must be a list of whole numbers')
-    return Prompt(str(name), place, token_ids=ids)
+    return Prompt(str(name), place, token_ids=ids, settings=settings)
 
 
 def encode(prompts: Sequence[Prompt], target: Checkpoint) -> list[Prompt]:

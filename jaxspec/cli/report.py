@@ -7,6 +7,8 @@ from typing import Any
 from jaxspec.cli.prompts import Prompt
 from jaxspec.generation import Generation, RequestResult
 
+COMPARED = ("greedy", "match")  # rules whose ids are those of plain decoding; others only follow the same law
+
 _BAR = 40  # characters of the longest bar of the histogram
 
 
@@ -20,6 +22,7 @@ class Outcome:
       setup_seconds: wall time of compilation, for both runs together.
       plain: results of plain decoding of the same prompts; None if it did not run.
       decode: text of ids; None if the model has no tokenizer.
+      settings: for each request its temperature, top_k, top_p and seed; None if nobody asks for them.
     """
 
     prompts: Sequence[Prompt]
@@ -27,19 +30,26 @@ class Outcome:
     setup_seconds: float
     plain: Generation | None
     decode: Callable[[Sequence[int]], str] | None
+    settings: Sequence[dict[str, float]] | None = None
 
-    def matches(self) -> list[bool] | None:
-        """For each request whether its ids equal those of plain decoding; None if that did not run."""
+    def matches(self) -> list[bool | None] | None:
+        """For each request whether its ids equal those of plain decoding, None where its rule does not promise that;
+        None if that did not run."""
         if self.plain is None:
             return None
-        return [a == b for a, b in zip(self.speculative.token_ids, self.plain.token_ids, strict=True)]
+        pairs = zip(self.speculative.requests, self.plain.token_ids, strict=True)
+        return [request.token_ids == ids if request.rule in COMPARED else None for request, ids in pairs]
+
+    def exact(self) -> bool | None:
+        """Whether all requests that are compared equal plain decoding; None if none is."""
+        compared = [match for match in self.matches() or () if match is not None]
+        return all(compared) if compared else None
 
     def first_mismatch(self) -> dict[str, Any] | None:
         """The first request whose ids differ, where they do first, and both ids there (None past the end)."""
-        matches = self.matches() or []
-        if all(matches):
+        if self.exact() in (None, True):
             return None
-        index = matches.index(False)
+        index = self.matches().index(False)
         ours, plain = self.speculative.token_ids[index], self.plain.token_ids[index]
         place = next(
             (i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), min(len(ours), len(plain))
@@ -85,9 +95,11 @@ def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
             "prompt_tokens": len(prompt.token_ids),
             "text": None if outcome.decode is None else outcome.decode(result.token_ids),
             **dataclasses.asdict(result),
-            "accept_length": accept_length(result),
+            **result.acceptance(outcome.speculative.num_draft_tokens).to_json(),
             "distinct_4gram_ratio": distinct_4gram_ratio([result.token_ids]),
         }
+        if outcome.settings is not None:
+            entry["sampling"] = outcome.settings[index]
         if matches is not None:
             entry["exact_match"] = matches[index]
         requests.append(entry)
@@ -98,7 +110,7 @@ def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
     }
     if matches is not None:
         aggregate |= {
-            "exact_match": all(matches),
+            "exact_match": outcome.exact(),
             "first_mismatch": outcome.first_mismatch(),
             "plain_tokens_per_second": outcome.plain.tokens_per_second,
         }
@@ -108,7 +120,11 @@ def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
 def to_text(outcome: Outcome) -> str:
     """The table."""
     run, matches = outcome.speculative, outcome.matches()
-    rows = [("request", "prompt", "tokens", "verify count", "accept length", "distinct 4-grams", "finish", "= plain")]
+    sampled = any(result.rule != "greedy" for result in run.requests)  # a table of greedy requests has no such column
+    rule = ["rule"] if sampled else []
+    rows = [
+        ("request", "prompt", "tokens", "verify count", "accept length", "distinct 4-grams", "finish", *rule, "= plain")
+    ]
     for index, (prompt, result) in enumerate(zip(outcome.prompts, run.requests, strict=True)):
         rows.append(
             (
@@ -118,7 +134,8 @@ def to_text(outcome: Outcome) -> str:
                 str(result.verify_count),
                 _number(accept_length(result)),
                 _number(distinct_4gram_ratio([result.token_ids])),
-                result.finish_reason,
+                result.finish_reason if result.stop_string is None else f"stop {result.stop_string!r}",
+                *([result.rule] if sampled else []),
                 _yes(None if matches is None else matches[index]),
             )
         )
@@ -131,13 +148,23 @@ def to_text(outcome: Outcome) -> str:
             _number(run.accept_length),
             _number(distinct_4gram_ratio(run.token_ids)),
             "",
-            _yes(None if matches is None else all(matches)),
+            *([""] if sampled else []),
+            _yes(outcome.exact()),
         )
     )
     lines = [*_align(rows), ""]
-    if run.acceptance_per_position:
+    acceptance = run.acceptance
+    if acceptance.per_position:
         lines += ["draft position     " + "".join(f"{i:6d}" for i in range(1, run.num_draft_tokens))]
-        lines += ["accepted in rounds " + "".join(f"{share:6.0%}" for share in run.acceptance_per_position), ""]
+        lines += ["accepted in rounds " + "".join(f"{share:6.0%}" for share in acceptance.per_position)]
+        given = ["-" if share is None else f"{share:.0%}" for share in acceptance.per_position_conditional]
+        lines += ["if the last one was" + "".join(f"{share:>6}" for share in given)]
+        if acceptance.accept_rate is not None:
+            lines += [
+                f"accept rate        {acceptance.accept_rate:.1%} of all drafts; accept length without bonus tokens "
+                f"{acceptance.accept_length_without_bonus:.2f}"
+            ]
+        lines += [""]
     lines += ["tokens a round     rounds"]
     highest = max(run.accept_length_histogram, default=0) or 1
     for length, count in enumerate(run.accept_length_histogram, start=1):
@@ -167,7 +194,9 @@ def mismatch_line(outcome: Outcome) -> str | None:
 
 
 def _verdict(outcome: Outcome) -> str:
-    matches = outcome.matches()
+    matches = [match for match in outcome.matches() if match is not None]
+    if not matches:
+        return "not compared"
     if all(matches):
         return f"yes, all {len(matches)}" if len(matches) > 1 else "yes"
     return f"NO, {matches.count(False)} of {len(matches)} differ"
@@ -178,7 +207,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     # Names and words to the left, numbers to the right.
     return [
         "  ".join(
-            cell.ljust(width) if i in (0, 6, 7) else cell.rjust(width)
+            cell.ljust(width) if i == 0 or i >= 6 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

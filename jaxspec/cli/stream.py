@@ -54,10 +54,14 @@ class Completions:
       screen: where to.
       prompts: all prompts, encoded.
       decode: text of ids; None if the model has no tokenizer, ids are printed then.
+      notes: for each prompt what its heading says besides; nothing by default.
     """
 
-    def __init__(self, screen: Screen, prompts: Sequence[Prompt], decode: Decode | None):
+    def __init__(
+        self, screen: Screen, prompts: Sequence[Prompt], decode: Decode | None, notes: Sequence[str] | None = None
+    ):
         self._screen, self._prompts, self._decode = screen, prompts, decode
+        self._notes = [""] * len(prompts) if notes is None else notes
         self._streams = [TextStream(decode or _spell) for _ in prompts]
         self._waiting = [""] * len(prompts)  # text that has not been printed
         self._ended = [False] * len(prompts)
@@ -93,13 +97,13 @@ class Completions:
 
     def _title(self, index: int) -> str:
         """A heading, the end of the prompt behind bars, and an arrow where the completion begins."""
-        prompt = self._prompts[index]
+        prompt, note = self._prompts[index], self._notes[index]
         text = prompt.text.rstrip() if prompt.text is not None else (self._decode or _spell)(prompt.token_ids)
         lines = text.split("\n")
         cut = ["| ..."] if len(lines) > _PROMPT_LINES else []
         shown = [f"| {line[-110:]}" for line in lines[-_PROMPT_LINES:]]
         return "\n".join(
-            [f"== {prompt.id}: {len(prompt.token_ids)} prompt tokens", *cut, *shown, "-> ", ""]
+            [f"== {prompt.id}: {len(prompt.token_ids)} prompt tokens{note and ', '}{note}", *cut, *shown, "-> ", ""]
         ).removesuffix("\n")
 
 

@@ -281,7 +281,7 @@ def extend(spec, params, state: SpecState, plan: RoundPlan, verdict: Verdict) ->
     if not extends(spec.drafter) or spec.config.num_draft_tokens == 1:
         return state
     context = ExtendContext(
-        tokens=verdict.targets,
+        tokens=jnp.clip(verdict.targets, 0, spec.target.vocab_size - 1),  # where it is no id, `commit` ends the request
         hidden=verdict.hidden,
         count=jnp.where(plan.req_rows > 0, verdict.accepted + 1, 0),
         seq_lens=plan.seq_lens,
