@@ -1,0 +1,129 @@
+"""The frozen target of a draft under training: its rows over whole texts, and texts that it writes itself.
+
+A draft is judged by what its target says, so part of what it learns from is the target's own text, greedy and sampled,
+continued from pieces of the corpus by `jaxspec.generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config import SpecConfig
+from jaxspec.drafting.train_common import Batch
+from jaxspec.errors import InputError
+from jaxspec.generation import generate
+from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.glm import Glm
+from jaxspec.models.hybrid import Hybrid
+from jaxspec.models.train_attention import attend_with
+from jaxspec.models.train_delta import training_recur
+from jaxspec.models.train_sparse import KERNELS, Carried, indexed_attend
+from jaxspec.steps import Params
+
+Array = jax.Array
+
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the target's own texts, in turn
+
+
+def shared_arrays(target: Checkpoint) -> dict[str, Array]:
+    """The target's arrays that a draft computes with."""
+    return _shared(target.params)
+
+
+def _shared(params):
+    tree = params["params"]
+    return {name: tree[name] for name in ("embed_tokens", "lm_head") if name in tree}
+
+
+def make_batch(target: Checkpoint, taps: tuple[int, ...], attention: dict[str, str]) -> Callable[[Any, Array], Batch]:
+    """`batch(params, tokens int32[B, T]) -> Batch`: the target over whole texts, once.
+
+    Args:
+      target: the target; `params` are its own.
+      taps: layers whose streams are the features; () for the final normed rows.
+      attention: kernels, as `jaxspec.models.train_attention.choose_attend` (of sparse layers `choose_masked`) names
+        them.
+    """
+    module = target.module
+
+    def batch(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        cache, carried = None, {} if not isinstance(module, Hybrid | Glm) else {"recur": training_recur}
+        if isinstance(module, Glm):
+            attend = indexed_attend(module.config, KERNELS[attention["masked"]], jnp.bool_(True), jnp.int32(0))
+            cache = Carried(jnp.zeros((), jnp.float32), None)
+        else:
+            attend = attend_with(module.config.windows, **attention)
+        logits, rows, _ = module.apply(params, tokens, positions, attend, cache, taps=taps, **carried)
+        return jax.lax.stop_gradient(Batch(tokens, rows, logits, _shared(params)))
+
+    return batch
+
+
+def feature_scales(features: Array, taps: tuple[int, ...]) -> Array:
+    """Root mean square of each tap, float32[m], of features [B, T, m * H]; 1 for what is normed already."""
+    if not taps:
+        return jnp.ones((1,), jnp.float32)
+    wide = features.astype(jnp.float32).reshape(-1, len(taps), features.shape[-1] // len(taps))
+    return jnp.sqrt(jnp.mean(wide * wide, axis=(0, 2)) + 1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """Has the target write texts of T tokens: a piece of the corpus, then what the target makes of it.
+
+    Fields:
+      target: who writes.
+      tokens: uint16[N], the stream of the corpus, on the host.
+      length: T.
+      batch: texts written together.
+      seed: of pieces and of sampling.
+    """
+
+    target: Checkpoint
+    tokens: np.ndarray
+    length: int
+    batch: int
+    seed: int
+
+    def __post_init__(self):
+        if self.length > self.target.model.context_len:
+            raise InputError(f"length={self.length}: the target's context is {self.target.model.context_len}")
+
+    def write(self, number: int) -> np.ndarray:
+        """The texts of chunk number `number`, uint16[batch, T], the same whenever they are asked for.
+
+        Of T tokens an eighth to a half are the corpus's. The end of a text is no stop: the next one follows, as in the
+        corpus.
+        """
+        rng = np.random.default_rng((self.seed, number))
+        given = rng.integers(max(self.length // 8, 1), max(self.length // 2, 2), self.batch)
+        starts = rng.integers(0, len(self.tokens) - self.length, self.batch)
+        prompts = [self.tokens[start : start + n].astype(np.int32) for start, n in zip(starts, given, strict=True)]
+        page = min(64, 1 << max((self.length // 4).bit_length() - 1, 0))
+        config = SpecConfig(
+            batch_size=self.batch,
+            num_draft_tokens=1,
+            context_len=self.length,
+            max_new_tokens=self.length,
+            page_size=page,
+            prefill_chunk=min(256, self.length),
+            sampling="match",
+        )
+        result = generate(
+            self.target.model,
+            Params(self.target.params),
+            prompts,
+            config=config,
+            max_new_tokens=[self.length - len(prompt) for prompt in prompts],
+            temperature=[TEMPERATURES[i % len(TEMPERATURES)] for i in range(self.batch)],
+            seed=[int(n) for n in rng.integers(0, 2**31 - 1, self.batch)],
+        )
+        texts = [[*prompt, *ids] for prompt, ids in zip(prompts, result.token_ids, strict=True)]
+        return np.asarray(texts, np.uint16)
