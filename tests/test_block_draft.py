@@ -355,6 +355,7 @@ def test_layers_are_full_and_look_both_ways_unless_they_slide(changes, windows, 
         ("dspark", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn'"),
         ("dspark", {"rope_is_neox_style": False}, "rope_is_neox_style"),
         ("dspark", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("dspark", {"sample_from_anchor": "no"}, "sample_from_anchor is 'no'"),
         ("dspark", {"dflash_config": [1]}, "an object with the draft's settings"),
         ("dflash", {"dflash_config": {**DFLASH_FILE["dflash_config"], "projector_type": "domino"}}, "'domino'"),
         ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
@@ -624,3 +625,16 @@ def test_random_params_follow_the_seed():
     assert_same(models.random_draft_params(dspark(), 3), models.random_draft_params(dspark(), 3))
     one, other = (models.random_draft_params(dspark(), seed)["fc"] for seed in (3, 4))
     assert not np.array_equal(one, other)
+
+
+def test_the_drafts_that_ship_are_small_and_belong_to_their_targets():
+    drafts = models.embedded_path("target").parent / "drafts"
+    folders = sorted(path.parent for path in drafts.glob("*/config.json"))
+    if not folders:
+        pytest.skip("no draft ships")
+    assert sum(path.stat().st_size for path in drafts.rglob("*") if path.is_file()) <= 8_000_000
+    for folder in folders:
+        kind, _, name = folder.name.partition("_")
+        assert models.embedded_draft(kind, name) == folder
+        loaded = models.load_draft(folder, models.load(name, jnp.bfloat16), jnp.bfloat16, kind=kind)
+        assert loaded.notes == ()

@@ -82,9 +82,10 @@ def read_block_config(config: Mapping[str, Any], num_target_layers: int | None =
             f"head_dim is absent and hidden_size {hidden} is no multiple of num_attention_heads {heads}: give head_dim"
         )
     windows = _windows(find, layers)
-    is_causal = find("is_causal")
-    if is_causal not in (None, True, False):
-        raise InputError(f"is_causal is {is_causal!r}: it must be true, false or absent")
+    is_causal, from_anchor = find("is_causal"), find("sample_from_anchor")
+    for name, value in (("is_causal", is_causal), ("sample_from_anchor", from_anchor)):
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}: it must be true, false or absent")
     target_layers = find("num_target_layers")
     dspark = algorithm == DSPARK
     return BlockDraftConfig(
@@ -105,7 +106,7 @@ def read_block_config(config: Mapping[str, Any], num_target_layers: int | None =
         windows=windows,
         causal=() if is_causal is None else (is_causal,) * layers,
         markov_rank=_markov_rank(find) if dspark else 0,
-        sample_from_anchor=bool(find("sample_from_anchor", True)) if dspark else False,
+        sample_from_anchor=dspark and from_anchor is not False,
         num_target_layers=target_layers,
     )
 
