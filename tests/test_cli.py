@@ -76,17 +76,33 @@ def run(capsys, *words):
     return status, *capsys.readouterr()
 
 
-def fake_runs(monkeypatch, *completions, reason="length"):
-    """Replaces decoding: call i answers every prompt with `completions[i]`."""
-    answers = iter(completions)
+def fake_runs(monkeypatch, *completions, reason="length", stop_string=None):
+    """Replaces decoding: call i answers every prompt with `completions[i]`. Returns the settings of all calls."""
+    answers, asked = iter(completions), []
 
-    def answer(target, params, batch, *, config, max_new_tokens, **settings):
-        ids = [0] if max_new_tokens == 1 else next(answers)  # one token is asked for to compile
+    def answer(target, params, batch, *, config, max_new_tokens, temperature, **settings):
+        if max_new_tokens == 1:  # one token is asked for to compile
+            ids = [0]
+        else:
+            ids = next(answers)
+            asked.append({"config": config, "temperature": temperature, **settings})
         rounds = len(ids) - 1
-        result = RequestResult(ids, reason, rounds, [1] * rounds, [0] * rounds)
-        return Generation([result] * len(batch), config.num_draft_tokens, 0.5, 3)
+        results = [
+            RequestResult(
+                ids,
+                reason,
+                rounds,
+                [1] * rounds,
+                [0] * rounds,
+                rule=config.sampling if t > 0 else "greedy",
+                stop_string=stop_string,
+            )
+            for t in temperature
+        ]
+        return Generation(results, config.num_draft_tokens, 0.5, 3)
 
     monkeypatch.setattr(command, "run_generation", answer)
+    return asked
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +226,83 @@ def test_running_out_of_pages_is_exit_status_1(capsys, monkeypatch, folder):
     assert "raise --num_pages" in err
 
 
+# Sampling and stops
+
+
+def test_every_prompt_has_a_seed_of_its_own_and_settings_reach_the_run(capsys, monkeypatch, folder):
+    asked = fake_runs(monkeypatch, [5, 6, 7], [5, 6, 7], stop_string="\n\n", reason="stop_string")
+    words = ["--prompt=import", "--prompt=def", "--temperature=0.7", "--top_k=9", "--top_p=0.9", f"--seed={2**32 - 1}"]
+    status, out, err = run(
+        capsys, "generate", f"--model={folder / 'target'}", *words, "--stop=\n\n", "--stop=end", "--json=-"
+    )
+    assert status == 0
+    both = asked  # speculative and plain
+    assert [each["seed"] for each in both] == [[2**32 - 1, 0]] * 2
+    assert [(each["temperature"], each["top_k"], each["top_p"]) for each in both] == [
+        ([0.7] * 2, [9] * 2, [0.9] * 2)
+    ] * 2
+    assert [each["config"].sampling for each in both] == ["match"] * 2  # look-up has no distribution
+    assert all(each["stop_strings"].strings == ("\n\n", "end") for each in both)
+    result = json.loads(out)
+    assert [r["sampling"]["seed"] for r in result["requests"]] == [2**32 - 1, 0]
+    assert [(r["rule"], r["stop_string"]) for r in result["requests"]] == [("match", "\n\n")] * 2
+    assert result["environment"]["flags"]["temperature"] == 0.7
+    assert "== prompt-0: 1 prompt tokens, temperature 0.7, top_k 9, top_p 0.9, seed 4294967295, rule match" in err
+    assert "stop '\\n\\n'" in err and "yes, all 2" in err
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_what_is_drawn_by_another_rule_is_not_compared(capsys, monkeypatch, folder, rule):
+    """One line says so; no plain decoding runs, and the ids are no error."""
+    asked = fake_runs(monkeypatch, [5, 6, 7])
+    words = [f"--model={folder / 'target'}", f"--draft_model={folder / 'draft'}", "--prompt=import"]
+    words += ["--temperature=0.7"] + (["--verifier=block"] if rule == "block" else [])
+    status, out, err = run(capsys, "generate", *words)
+    assert (status, len(asked)) == (0, 1)
+    assert asked[0]["config"].sampling == rule
+    lines = [line for line in err.splitlines() if "same law" in line]
+    assert lines == [f"{rule} draws other ids than plain decoding, by the same law: no request is compared"]
+    assert f"rule {rule}" in out and "ids equal plain    not checked" in out
+
+
+def test_greedy_rows_of_a_mixed_run_are_compared(capsys, monkeypatch, folder, tmp_path):
+    """Each line of a prompt file may sample its own way."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "temperature": 1.5, "seed": 9}\n{"prompt": "b"}\n')
+    words = ["generate", f"--model={folder / 'target'}", f"--draft_model={folder / 'draft'}", f"--prompt_file={path}"]
+    asked = fake_runs(monkeypatch, [5, 6, 7], [5, 6, 7])
+    status, out, err = run(capsys, *words, "--json=-")
+    assert status == 0
+    assert [(each["temperature"], each["seed"]) for each in asked] == [([1.5, 0], [9, 1])] * 2
+    assert [each["config"].sampling for each in asked] == ["rejection", "match"]
+    assert [r["exact_match"] for r in json.loads(out)["requests"]] == [None, True]
+    assert json.loads(out)["aggregate"]["exact_match"] is True
+    assert "of 2 requests 1 is compared" in err and "ids equal plain    yes\n" in err
+    fake_runs(monkeypatch, [5, 6, 7], [5, 6, 8])
+    status, _, err = run(capsys, *words)
+    assert status == 1
+    assert "request line-2 differs from plain decoding at completion token 2: speculative 7, plain 8" in err
+
+
+@pytest.mark.slow
+def test_sampled_ids_equal_plain_decoding_and_end_at_a_string(capsys, folder):
+    words = ["generate", f"--model={folder / 'target'}", "--drafter=ngram", *SHAPES, "--loop=device", "--json=-"]
+    words += ["--prompt=import os", "--temperature=2", "--seed=5", "--ignore_eos"]
+    status, out, _ = run(capsys, *words)
+    request = json.loads(out)["requests"][0]
+    assert (status, request["exact_match"], request["rule"]) == (0, True, "match")
+    assert request["finish_reason"] == "length" and len(set(request["token_ids"])) > 2
+    target = models.load(folder / "target")
+    texts = [target.decode([i]) for i in request["token_ids"]]
+    string = next(text for text in texts[3:] if text and "\ufffd" not in text)
+    status, out, _ = run(capsys, *words, f"--stop={string}")
+    stopped = json.loads(out)["requests"][0]
+    assert (status, stopped["finish_reason"], stopped["stop_string"]) == (0, "stop_string", string)
+    count = len(stopped["token_ids"])
+    assert stopped["token_ids"] == request["token_ids"][:count]
+    assert string in target.decode(stopped["token_ids"]) and string not in target.decode(stopped["token_ids"][:-1])
+
+
 def test_ctrl_c_leaves_no_file(capsys, monkeypatch, folder, tmp_path):
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt
@@ -254,6 +347,23 @@ def test_a_failed_run_keeps_the_file_of_the_last_one(capsys, monkeypatch, folder
         (["--prompt=a", "--draft_model=/nowhere"], ["/nowhere"]),
         (["--prompt=a", "--loop=fast"], ["fast", "chunked"]),
         (["--prompt=a", "--dtype=int8"], ["int8", "bfloat16"]),
+        (["--prompt=a", "--temperature=-1"], ["temperature=-1"]),
+        (["--prompt=a", "--temperature=hot"], ["temperature=hot"]),
+        (["--prompt=a", "--temperature=nan"], ["--temperature: temperature=nan: must be a finite number"]),
+        (["--prompt=a", "--temperature=inf"], ["temperature=inf", "finite"]),
+        (["--prompt=a", "--temperature=1", "--top_k=-1"], ["top_k=-1"]),
+        (["--prompt=a", "--temperature=1", "--top_k=0.5"], ["top_k=0.5"]),
+        (["--prompt=a", "--temperature=1", "--top_p=0"], ["top_p=0.0: must be above 0 and at most 1"]),
+        (["--prompt=a", "--temperature=1", "--top_p=1.5"], ["top_p=1.5"]),
+        (["--prompt=a", "--top_p=0.9"], ["top_p=0.9: of no use without --temperature"]),
+        (["--prompt=a", "--top_k=4"], ["top_k=4: of no use without --temperature"]),
+        (["--prompt=a", "--seed=-1"], ["seed=-1"]),
+        (["--prompt=a", f"--seed={2**32}"], [f"seed={2**32}"]),
+        (["--prompt=a", "--verifier=luck"], ["luck", "rejection"]),
+        (["--prompt=a", "--drafter=ngram", "--temperature=1", "--verifier=rejection"], ["'match'"]),
+        (["--prompt=a", "--stop="], ["stop string is empty"]),
+        (["--prompt=a", "--stop=<|endoftext|>"], ["special token", "id 0"]),
+        (["--prompt=a", "--stop=" + "a" * 2048], ["stop strings of 2049 bytes"]),
         (["--prompt=a", "--spin"], ["spin"]),
         (["--prompt=a", "b"], ["'b'"]),
         (["--prompt_file=/nowhere.jsonl"], ["/nowhere.jsonl"]),
@@ -296,6 +406,11 @@ def test_an_unknown_model_and_a_folder_without_a_configuration(capsys, tmp_path)
         ('{"token_ids": "12"}', "list of whole numbers"),
         ('{"token_ids": [1, true]}', "list of whole numbers"),
         ('{"token_ids": [1.5]}', "list of whole numbers"),
+        ('{"prompt": "a", "temperature": -1}', "temperature=-1: must be a finite number"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature='hot'"),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k=1.5: must be an integer"),
+        ('{"prompt": "a", "top_p": 2}', "top_p=2: "),
+        ('{"token_ids": [1], "seed": -1}', "seed=-1: must be an integer"),
         ('{"token_ids": []}', "empty"),
         ('{"token_ids": [1, 280]}', "token id 280, outside the model's 0 .. 279"),
         ('{"token_ids": [-1]}', "token id -1"),

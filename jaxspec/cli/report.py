@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.cli.prompts import Prompt
-from jaxspec.generation import Generation, RequestResult
+from jaxspec.generation import Generation
 
 COMPARED = ("greedy", "match")  # rules whose ids are those of plain decoding; others only follow the same law
 
@@ -76,11 +76,6 @@ def distinct_4gram_ratio(completions: Sequence[Sequence[int]]) -> float | None:
     return sum(len(set(run)) for run in runs) / total if total else None
 
 
-def accept_length(request: RequestResult) -> float | None:
-    """Completion tokens / verify count of one request; None if it took no round."""
-    return len(request.token_ids) / request.verify_count if request.verify_count else None
-
-
 def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
     """`{"requests": [...], "aggregate": {...}, "environment": {...}}`."""
     matches = outcome.matches()
@@ -132,7 +127,7 @@ def to_text(outcome: Outcome) -> str:
                 str(len(prompt.token_ids)),
                 str(len(result.token_ids)),
                 str(result.verify_count),
-                _number(accept_length(result)),
+                _number(result.acceptance(run.num_draft_tokens).accept_length),
                 _number(distinct_4gram_ratio([result.token_ids])),
                 result.finish_reason if result.stop_string is None else f"stop {result.stop_string!r}",
                 *([result.rule] if sampled else []),
