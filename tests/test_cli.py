@@ -19,6 +19,9 @@ from jaxspec.cli import generate as command
 from jaxspec.cli.jsonfile import JsonFile
 from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions, TextStream
+from jaxspec.models import draft_checkpoint
+from jaxspec.models.block_config import BlockDraftConfig
+from jaxspec.models.eagle_config import Eagle3Config
 from jaxspec.steps import fusion
 from pallas_kernels import BackendChoice
 
@@ -301,6 +304,59 @@ def test_sampled_ids_equal_plain_decoding_and_end_at_a_string(capsys, folder):
     count = len(stopped["token_ids"])
     assert stopped["token_ids"] == request["token_ids"][:count]
     assert string in target.decode(stopped["token_ids"]) and string not in target.decode(stopped["token_ids"][:-1])
+
+
+# Drafts that are trained for a target
+
+
+@pytest.fixture(scope="module")
+def drafts(folder):
+    """Folders of random drafts for the target: blocks of 4 tokens, of 3 behind an anchor's row, and a chain."""
+    common = {
+        "target_layer_ids": (0, 1),
+        "vocab_size": 280,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+    }
+    block = common | {"mask_token_id": 1, "num_hidden_layers": 1}
+    configs = {
+        "dspark": BlockDraftConfig("dspark", block_size=4, markov_rank=4, **block),
+        "dflash": BlockDraftConfig("dflash", block_size=4, sample_from_anchor=False, **block),
+        "eagle3": Eagle3Config(target_hidden_size=24, **common),
+    }
+    for kind, config in configs.items():
+        draft_checkpoint.save_draft(folder / kind, config, draft_checkpoint.random_draft_params(config, 0))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "most"),
+    [("dspark", "DSparkDrafter", 5), ("dflash", "DFlashDrafter", 4), ("eagle3", "Eagle3Drafter", 8)],
+)
+def test_trained_drafts_by_their_folder(capsys, monkeypatch, drafts, kind, drafter, most):
+    """The rows of a round are by default no more than a block proposes; who asks for more is told."""
+    words = ["generate", f"--model={drafts / 'target'}", f"--drafter={kind}", f"--draft_model={drafts / kind}"]
+    words += ["--prompt=import"]
+    asked = fake_runs(monkeypatch, [5, 6], [5, 6])
+    status, out, _ = run(capsys, *words, "--temperature=0.5", "--json=-")
+    ran = json.loads(out)["environment"]
+    assert (status, ran["drafter"], ran["config"]["num_draft_tokens"]) == (0, drafter, most)
+    assert asked[0]["config"].sampling == "rejection"
+    if most < 8:
+        status, _, err = run(capsys, *words, "--num_draft_tokens=8")
+        assert status == 2 and f"use at most {most}" in err.splitlines()[-1]
+    status, _, err = run(capsys, *words[:2], f"--drafter={kind}", "--prompt=a")
+    assert status == 2 and f"drafter={kind}: no draft of this kind ships" in err.splitlines()[-1]
+
+
+def test_a_draft_of_another_kind_is_refused(capsys, drafts):
+    words = ["generate", f"--model={drafts / 'target'}", "--drafter=dspark", f"--draft_model={drafts / 'eagle3'}"]
+    status, _, err = run(capsys, *words, "--prompt=a")
+    assert status == 2 and "a draft of kind 'eagle3'" in err.splitlines()[-1]
 
 
 def test_ctrl_c_leaves_no_file(capsys, monkeypatch, folder, tmp_path):

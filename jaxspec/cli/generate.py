@@ -28,6 +28,7 @@ from jaxspec.cli.screen import Screen
 from jaxspec.cli.stream import Completions
 from jaxspec.config import MEMORIES, VERIFIERS
 from jaxspec.drafting import Drafter
+from jaxspec.drafting.block import BlockDrafter
 from jaxspec.drafting.choose import DRAFTERS, make_drafter, page_size_for
 from jaxspec.generation import LOOPS
 from jaxspec.generation.generate import default_verifier
@@ -52,21 +53,24 @@ def define_flags(values: flags.FlagValues) -> None:
         "drafter",
         None,
         list(DRAFTERS),
-        "Who proposes tokens: a small draft model, the target's own prediction blocks, a look-up in the text so far, "
-        "or nobody (plain decoding). By default mtp for a model that has such blocks, draft_lm for another embedded "
-        "one or with --draft_model, else ngram.",
+        "Who proposes tokens: a small draft model (draft_lm), a draft that was trained on this target's features "
+        "(dspark, dflash, eagle3), the target's own prediction blocks (mtp), a look-up in the text so far (ngram), or "
+        "nobody (plain decoding). By default mtp for a model that has such blocks, draft_lm for another embedded one "
+        "or with --draft_model, else ngram.",
     )
     define(
         "string",
         "draft_model",
         None,
-        "The draft model of draft_lm, a name or a folder; the embedded 'draft' by default.",
+        "The draft model of draft_lm, a name or a folder, the embedded 'draft' by default; or the folder of a draft "
+        "that was trained for the target, by default the one that ships for it.",
     )
     define(
         "integer",
         "num_draft_tokens",
         8,
-        "D, tokens verified per request and round: the newest one and D - 1 drafts.",
+        "D, tokens verified per request and round: the newest one and D - 1 drafts. By default no more than a dspark "
+        "or dflash draft proposes.",
         lower_bound=1,
     )
     define(
@@ -278,7 +282,7 @@ def _config(
     batches = -(-len(requests) // values.batch_size)
     return SpecConfig(
         batch_size=-(-len(requests) // batches),  # even batches: 9 prompts of at most 8 run as 5 and 4
-        num_draft_tokens=values.num_draft_tokens if drafter else 1,
+        num_draft_tokens=_num_draft_tokens(values, drafter),
         context_len=min(wanted, context),
         max_new_tokens=min(values.max_new_tokens, context),
         page_size=page_size_for(target) if values.page_size is None else values.page_size,
@@ -288,6 +292,15 @@ def _config(
         sampling=values.verifier or default_verifier(drafter, [each["temperature"] for each in settings]),
         kpool_metadata_fusion=fusion,
     )
+
+
+def _num_draft_tokens(values: flags.FlagValues, drafter: Drafter | None) -> int:
+    """D: what the flag says, which for a block draft is by default not more than it proposes; 1 without a drafter."""
+    if drafter is None:
+        return 1
+    if isinstance(drafter, BlockDrafter) and values["num_draft_tokens"].using_default_value:
+        return min(values.num_draft_tokens, drafter.draft.config.num_drafts + 1)
+    return values.num_draft_tokens
 
 
 def _check_pool(job: _Job, requests: Sequence[prompts.Prompt]) -> None:

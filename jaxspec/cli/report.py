@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspec.cli.prompts import Prompt
 from jaxspec.generation import Generation
+from jaxspec.generation.accounting import distinct_4gram_ratio
 
 COMPARED = ("greedy", "match")  # rules whose ids are those of plain decoding; others only follow the same law
 
@@ -60,20 +61,6 @@ class Outcome:
             "speculative": ours[place] if place < len(ours) else None,
             "plain": plain[place] if place < len(plain) else None,
         }
-
-
-def distinct_4gram_ratio(completions: Sequence[Sequence[int]]) -> float | None:
-    """Distinct runs of four ids over all runs of four, counted within each completion; None if none is that long.
-
-    A model that repeats itself is easy to draft for, so an accept length means little without this figure.
-
-    Example:
-      >>> distinct_4gram_ratio([[1, 2, 1, 2, 1, 2]])  # 1212, 2121, 1212
-      0.6666666666666666
-    """
-    runs = [list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)) for ids in completions]
-    total = sum(map(len, runs))
-    return sum(len(set(run)) for run in runs) / total if total else None
 
 
 def to_json(outcome: Outcome, environment: dict[str, Any]) -> dict[str, Any]:
