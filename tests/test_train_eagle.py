@@ -70,13 +70,13 @@ def test_chains_are_those_of_the_network():
 
 
 def test_learning():
-    """A few steps on the same anchors: the loss falls and more drafts are the target's own ids."""
-    learner, _ = learner_of("swa")
+    """A few steps: the loss falls and more drafts are the target's own ids. None of the target's arrays is donated."""
+    learner, target = learner_of("swa")
     batch, _ = batch_of("swa")
     tree = learner.init(jax.random.key(0), batch.shared, None)
     settings = DraftSettings(length=T, batch=2, anchors=16)
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE, donate_argnums=0)
     def step(tree, number):
         key = jax.random.fold_in(jax.random.key(1), number)
         (loss, figures), gradient = jax.value_and_grad(learner.loss, has_aux=True)(tree, batch, key, settings)
@@ -86,6 +86,7 @@ def test_learning():
     for number in range(30):
         tree, loss, figures = step(tree, number)
         seen.append((float(loss), float(figures["accept"].sum())))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((target.params, learner.last_norm)))
     assert seen[-1][0] < seen[0][0] / 2 and seen[-1][1] > seen[0][1] + 1, seen[:: len(seen) - 1]
 
 

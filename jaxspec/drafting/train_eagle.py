@@ -64,7 +64,7 @@ class Eagle3Learner:
         layer = {name: jnp.ones_like(leaf) if leaf.ndim == 1 else leaf for name, leaf in tree["layer"].items()}
         layer |= {name: _FAINT * layer[name] for name in ("o_proj", "down_proj")}
         norms = {f"fc_norm_{index}": jnp.ones_like(self.last_norm) for index in range(len(self.taps))}
-        norms[f"fc_norm_{len(self.taps) - 1}"] = self.last_norm
+        norms[f"fc_norm_{len(self.taps) - 1}"] = jnp.array(self.last_norm)  # a copy: the training state is donated
         identity = jnp.eye(config.hidden_size, dtype=jnp.float32)
         fc = _FAINT * tree["fc"].at[-config.hidden_size :].set(identity / _FAINT)
         # So that a row of the target's size keeps it.
