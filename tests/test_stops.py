@@ -17,6 +17,7 @@ from tiny_models import VOCAB, make_step, prompt
 import jaxspec
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
+from jaxspec.steps.round import run_round
 from jaxspec.steps.state import FINISHED
 from jaxspec.steps.step import jit_with_state
 from jaxspec.verification import end_run
@@ -250,6 +251,17 @@ def test_tokenizers_that_do_not_fit():
         jaxspec.StopStrings(TOKENIZER, [["a"], ["b"]]).matcher(3, 4, VOCAB)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_types_do_not_depend_on_x64(x64):
+    with jax.enable_x64(x64):
+        matcher = jaxspec.StopStrings(TOKENIZER, "ab").matcher(B, B + 1, VOCAB)
+        types = [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(matcher)]
+        assert types == [(jnp.int32, False), (jnp.uint16, False), (jnp.int32, False)]
+        run, count = np.zeros((B, D), np.int32), np.zeros(B, np.int32)
+        ending = jax.eval_shape(lambda *a: cut(*a, VOCAB), matcher.replace(state=matcher.state[1:]), run, count)
+        assert [leaf.dtype for leaf in ending] == [jnp.int32] * 4
+
+
 # In the step
 
 
@@ -339,10 +351,14 @@ def test_the_end_of_the_prompt_is_not_looked_at(self_step, greedy):
 
 
 def test_without_strings_the_state_and_the_program_know_nothing_of_them(self_step):
-    spec, _ = self_step
+    spec, params = self_step
     state = jaxspec.init_state(spec.target, spec.drafter, spec.config, [prompt(9)])
     assert state.stops is None
     with_strings = jaxspec.init_state(
         spec.target, spec.drafter, spec.config, [prompt(9)], stop_strings=jaxspec.StopStrings(TOKENIZER, "a")
     )
     assert len(jax.tree.leaves(with_strings)) == len(jax.tree.leaves(state)) + 3
+    after, _ = jax.eval_shape(lambda p, s: run_round(spec, p, s), params, with_strings)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.weak_type), with_strings
+    )
