@@ -68,7 +68,7 @@ class Plan:
       attention: "auto", or the name of a kernel.
       own_batch: texts that the target writes together.
       renew_every: dispatches between two such chunks.
-      rounds_every: dispatches between two measurements by real rounds.
+      rounds_every: dispatches between two measurements by real rounds; 0 for none.
       rounds_prompts, rounds_length, rounds_new: held-out prompts of these, their tokens, and tokens of a completion.
       eval_tokens: held-out tokens for the figures with teacher forcing; None is all.
       keep_seconds: between two checkpoints.
@@ -184,6 +184,8 @@ def train(
         drafter = learner.drafter()
 
         def measure(params):
+            if not plan.rounds_every:
+                return None
             return rounds.figures(drafter, learner.decode_params(params, shared, dtype))
 
         def write(params):
@@ -277,7 +279,7 @@ def _check(target, corpus, plan, settings):
     for name in ("batch", "steps_a_dispatch", "warmup"):
         if getattr(settings, name) < 1:
             raise InputError(f"{name}={getattr(settings, name)}: give at least 1")
-    for name in ("own_batch", "renew_every", "rounds_every", "rounds_prompts", "rounds_length", "rounds_new"):
+    for name in ("own_batch", "renew_every", "rounds_prompts", "rounds_length", "rounds_new"):
         if getattr(plan, name) < 1:
             raise InputError(f"{name}={getattr(plan, name)}: give at least 1")
 
@@ -319,17 +321,15 @@ def _rehearse(measure, learner, batch, state, target, windows, size, progress, r
     begin = time.monotonic()
     found = measure(state.params)
     compiled = time.monotonic()
-    if not progress.rounds:
+    if found and not progress.rounds:
         progress.rounds.append({"step": int(state.step), "seconds": 0.0, **found})
     few = dataclasses.replace(windows, tokens=windows.tokens[:size], lengths=windows.lengths[:size])
     teacher_forced(learner, batch, state.params, target.params, few, size)
     again = time.monotonic()
     teacher_forced(learner, batch, state.params, target.params, few, size)
     forced = (time.monotonic() - again) * len(windows.tokens) / size
-    report(
-        f"before training {found['accept_length']:.3f} tokens a step; compiled in {compiled - begin:.0f} and "
-        f"{again - compiled:.0f} s"
-    )
+    first = f"before training {found['accept_length']:.3f} tokens a step; " if found else ""
+    report(f"{first}compiled in {compiled - begin:.0f} and {again - compiled:.0f} s")
     begin = time.monotonic()
     measure(state.params)
     return 10 + forced + 2 * (time.monotonic() - begin)
@@ -358,8 +358,9 @@ def define_flags(values: flags.FlagValues) -> None:
     """Declares the command line."""
     plan, settings = Plan("dspark"), DraftSettings()
 
-    def define(kind, name, default, text, **more):
-        getattr(flags, f"DEFINE_{kind}")(name, default, text, flag_values=values, **more)
+    def define(kind, name, default, text, *, enum_values=None, **more):
+        choices = [enum_values] if enum_values else []
+        getattr(flags, f"DEFINE_{kind}")(name, default, *choices, text, flag_values=values, **more)
 
     define("enum", "drafter", None, "What to train.", enum_values=list(DRAFTERS), required=True)
     define("string", "target", None, "Embedded name or folder of the frozen target.", required=True)
@@ -386,7 +387,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define("float", "muon_rate", settings.muon_rate, "Peak learning rate of matrices.")
     define("float", "adam_rate", settings.adam_rate, "Peak learning rate of everything else.")
     define("enum", "attention", plan.attention, "The target's kernels.", enum_values=["auto", "cudnn", "blocks"])
-    define("integer", "rounds_every", plan.rounds_every, "Dispatches between two measurements by real rounds.")
+    define("integer", "rounds_every", plan.rounds_every, "Dispatches between two measurements by real rounds; 0: none.")
     define("integer", "rounds_prompts", plan.rounds_prompts, "Held-out prompts of such a measurement.")
     define("integer", "rounds_length", plan.rounds_length, "Tokens of such a prompt.")
     define("integer", "rounds_new", plan.rounds_new, "Tokens of its completion.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxspec.drafting.base import Drafter
@@ -21,7 +22,6 @@ from jaxspec.drafting.train_common import Batch, DraftSettings, draw_anchors, fo
 from jaxspec.models.block_config import BlockDraftConfig
 from jaxspec.models.block_draft import BlockDraft
 from jaxspec.models.checkpoint import Checkpoint
-from jaxspec.models.corpus import END_OF_TEXT_ID
 from jaxspec.models.draft_checkpoint import load_draft, random_draft_params, save_draft
 from jaxspec.models.qwen3 import rms_norm, rotary_angles, rotate
 
@@ -56,8 +56,8 @@ class BlockLearner:
         return self.draft.config.num_drafts
 
     def init(self, key: Array, target: Checkpoint, scales: Array) -> Any:
-        """Fresh weights: `fc` passes the last tap on, the last norm is the target's, so that logits have the size that
-        its head is used to, and what writes into the residual stream starts small."""
+        """Fresh weights: `fc` passes the last tap on, the last norm is the target's, made smaller so that nothing is
+        said too firmly, and what writes into the residual stream starts small."""
         config = self.draft.config
         seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
         tree = random_draft_params(config, seed, jnp.float32)
@@ -70,7 +70,7 @@ class BlockLearner:
         tree = jax.tree_util.tree_map_with_path(start, tree)
         top = (len(self.taps) - 1) * config.hidden_size
         tree["fc"] = tree["fc"].at[top:].add(jnp.eye(config.hidden_size))
-        tree["norm"] = jnp.array(target.params["params"]["norm"], jnp.float32)
+        tree["norm"] = 0.4 * jnp.array(target.params["params"]["norm"], jnp.float32)
         return {"draft": tree, "scales": scales}
 
     def loss(self, params: Any, batch: Batch, key: Array, settings: DraftSettings) -> tuple[Array, dict[str, Array]]:
@@ -134,17 +134,18 @@ def make_learner(
 ) -> BlockLearner:
     """A draft of `kind` for a target, see `jaxspec.drafting.train_common`.
 
-    By default it taps three layers, the last one among them. The end of text, which is never drafted behind, is its
-    mask.
+    By default it taps three layers, the last one among them. Its mask is the id with the shortest embedding: what a row
+    of a block starts from should weigh little beside what the layers add.
     """
     del attention
+    embedding = np.asarray(target.params["params"]["embed_tokens"], np.float32)
     layers, size = target.config.num_hidden_layers, target.config.hidden_size
     dspark = kind == "dspark"
     config = BlockDraftConfig(
         algorithm=kind,
         block_size=num_drafts if dspark else num_drafts + 1,
         target_layer_ids=taps or tuple(sorted({layers // 4, (layers + 1) // 2, layers - 1})),
-        mask_token_id=END_OF_TEXT_ID,
+        mask_token_id=int(np.argmin(np.square(embedding).sum(axis=1))),
         vocab_size=target.config.vocab_size,
         hidden_size=size,
         rms_norm_eps=target.config.rms_norm_eps,

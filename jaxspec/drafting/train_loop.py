@@ -153,7 +153,8 @@ class Loop:
       budget: steps, or seconds of training.
       writer: of the target's own text; None where there is none.
       renew_every: dispatches between two chunks of own text.
-      measure: `measure(params) -> figures of real rounds`, and how many dispatches lie between two of them.
+      measure: `measure(params) -> figures of real rounds`.
+      measure_every: dispatches between two of them; 0 for none.
       keeper: where checkpoints go.
       keep_seconds: between two checkpoints.
       about: what every checkpoint says of the run.
@@ -185,6 +186,8 @@ class Loop:
         """
         count = self.settings.steps_a_dispatch
         inside = np.arange(count)
+        if self.writer and not progress.chunks:  # compiles, which is not training's time
+            texts = texts.replace(own=self._renewed(texts.own, progress))
         start = last = kept = time.monotonic()
         before, took = progress.seconds, 0.0
         step = int(state.step)
@@ -216,7 +219,7 @@ class Loop:
                 step += count
                 collect()
                 queued = figures, step
-                if (step // count) % self.measure_every == 0:
+                if self.measure_every and (step // count) % self.measure_every == 0:
                     collect()
                     self._measure(progress, state.params, step)
                     last = time.monotonic()
