@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick_compile
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxspec.cache import KPoolSpec, LayerSpec, PoolLayout, StatePart, StateSpec, init_cache, init_pool
 from jaxspec.cache.context import commit_context
@@ -178,8 +179,11 @@ def test_a_pool_is_neither_copied_nor_converted_in_a_device_loop():
 def test_one_launch_for_all_layers(name):
     """Of a CUDA program, lowered without a GPU."""
     cache = CACHES[name][0]("bfloat16")
-    lowered = commit.trace(cache, rows(3, "bfloat16"), slots_of(cache, "full swa"), COUNT, backend=None)
-    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("@__gpu$xla.gpu.triton") == 1
+    arguments = cache, rows(3, "bfloat16"), slots_of(cache, "full swa"), COUNT
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))):
+        lowered = jax.jit(commit.__wrapped__, static_argnames="backend").trace(*arguments, backend=None)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 1
 
 
 # Ids and what is refused ---------------------------------------------------------------------------------------------
