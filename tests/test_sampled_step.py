@@ -7,6 +7,7 @@ import jax
 
 # jax 0.11 imports it when a kernel is first interpreted, and then compiles all programs anew: better before them.
 import jax.experimental.pallas.tpu
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import table_models
@@ -20,6 +21,7 @@ from jaxspec.generation.generate import default_verifier
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
 from jaxspec.models.contract import blocks_of_glm
+from jaxspec.steps.round import run_round
 from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.step import jit_with_state
 from jaxspec.verification import RULE_NAMES
@@ -365,6 +367,38 @@ def test_log_probabilities_are_the_targets_own():
     for ids, result in zip(IDS, results(step, params, IDS, **FOUR), strict=True):
         before = [ids[-1], *result.token_ids[:-1]]
         np.testing.assert_allclose(result.logprobs, table[before, result.token_ids], atol=1e-5)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+WIDE, TOKENS = 64, 150_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Logits behind a token: params, float32[V], turned by its id."""
+
+    def __call__(self, params, tokens, positions, cache, metadata):
+        if metadata.logit_rows is not None:
+            tokens = tokens[:, :1]
+        return params * jnp.cos(tokens[..., None].astype(jnp.float32)), tokens[..., None], cache
+
+
+@pytest.mark.parametrize(
+    "verifier", ["rejection", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("match", "block"))]
+)
+def test_a_round_keeps_logits_and_what_drafts_were_drawn_from_once(verifier):
+    """At 64 requests, 8 rows, 150,000 tokens: [B, D, V] of the target, [B, D - 1, V] of the draft, and few [B, V]."""
+    model = jaxspec.Model(Row(), table_models.LAYERS, vocab_size=TOKENS, context_len=64)
+    config = jaxspec.SpecConfig(
+        batch_size=WIDE, num_draft_tokens=8, context_len=64, max_new_tokens=16, page_size=64, sampling=verifier
+    )
+    step = jaxspec.make_spec_step(model, jaxspec.DraftLM(model), config, options=FAST_COMPILE)
+    row = jax.ShapeDtypeStruct((TOKENS,), jnp.float32)
+    state = jax.eval_shape(lambda: jaxspec.init_state(step.target, step.drafter, config, []))
+    compiled = jit_with_state(run_round, step.options).lower(step, jaxspec.Params(row, row), state).compile()
+    kept = 8 + (7 if config.asks_probs else 0)
+    assert compiled.memory_analysis().temp_size_in_bytes < (kept + 7) * WIDE * TOKENS * 4
 
 
 # What a user may ask --------------------------------------------------------------------------------------------------
