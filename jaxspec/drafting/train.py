@@ -103,6 +103,7 @@ def train(
     seconds: float | None = None,
     until: float | None = None,
     resume: bool = False,
+    options: dict[str, Any] | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Trains a draft, writes its folder, training.json and training.png; returns what training.json says.
@@ -115,6 +116,7 @@ def train(
       steps, seconds, until: exactly one of them: optimiser steps, seconds of training after compilation, or the Unix
         time before which everything is done, saving and the last figures included.
       resume: go on from the last checkpoint in `out`.
+      options: XLA options of the training step.
       report: called with lines of progress.
 
     Raises:
@@ -172,7 +174,7 @@ def train(
         none = jnp.zeros((settings.steps_a_dispatch,), jnp.float32)
 
         def make(choice):
-            return make_dispatch(make_learner(choice), make_batch(target, learner.taps, choice), settings)
+            return make_dispatch(make_learner(choice), make_batch(target, learner.taps, choice), settings, options)
 
         def arguments():
             return jax.tree.map(jnp.copy, state), target.params, texts, none

@@ -23,6 +23,7 @@ from jaxspec.models.block_config import BlockDraftConfig
 from jaxspec.models.block_draft import BlockDraft
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.draft_checkpoint import load_draft, random_draft_params, save_draft
+from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.qwen3 import rms_norm, rotary_angles, rotate
 
 Array = jax.Array
@@ -70,7 +71,8 @@ class BlockLearner:
         tree = jax.tree_util.tree_map_with_path(start, tree)
         top = (len(self.taps) - 1) * config.hidden_size
         tree["fc"] = tree["fc"].at[top:].add(jnp.eye(config.hidden_size))
-        tree["norm"] = 0.4 * jnp.array(target.params["params"]["norm"], jnp.float32)
+        norm = jnp.array(target.params["params"]["norm"], jnp.float32)
+        tree["norm"] = 0.4 * (1 + norm if isinstance(target.module, Hybrid) else norm)
         return {"draft": tree, "scales": scales}
 
     def loss(self, params: Any, batch: Batch, key: Array, settings: DraftSettings) -> tuple[Array, dict[str, Array]]:

@@ -56,14 +56,19 @@ def draw_texts(texts: Texts, key: Array, settings: DraftSettings) -> Array:
     return jnp.concatenate(drawn)
 
 
-def make_dispatch(learner: Learner, batch: Callable[[Any, Array], Batch], settings: DraftSettings) -> Callable:
+def make_dispatch(
+    learner: Learner,
+    batch: Callable[[Any, Array], Batch],
+    settings: DraftSettings,
+    options: dict[str, Any] | None = None,
+) -> Callable:
     """The jitted `dispatch(state, target_params, texts, rate float32[K]) -> (state, figures)`, K optimiser steps.
 
-    Figures are those of the learner's loss with an axis K in front. `state` is donated.
+    Figures are those of the learner's loss with an axis K in front. `state` is donated. `options` are XLA's.
     """
     optimiser = make_optimiser(settings)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     def dispatch(state, target_params, texts, rate):
         def one(state, rate):
             key = jax.random.fold_in(jax.random.key(settings.seed + 1), state.step)
