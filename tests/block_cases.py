@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hybrid_cases import running_rows, state_places
+from hybrid_cases import move_pages, running_rows, state_places
 from mtp_cases import round_by_phases
 from mtp_cases import target as glm_target
 from tiny_models import (
@@ -31,6 +31,7 @@ from jaxspec.generation.results import read_requests
 from jaxspec.models.block_config import BlockDraftConfig
 from jaxspec.models.block_draft import BlockDraft
 from jaxspec.models.contract import from_glm
+from jaxspec.models.draft_checkpoint import random_draft_params
 
 T, NEW, BATCH, GAMMA = 96, 40, 6, 15
 FIRST = tuple(prompt(n) for n in (1, 7, 17, 33, 40))  # one lane stays padding
@@ -63,8 +64,8 @@ SHAPES = {
 
 @functools.cache
 def draft(algorithm="dspark", name="windows", shape="both"):
-    """(configuration, parameters) of a draft for a target. That of shape "table" knows what follows each token, if the
-    texts agree about it, and so is often right."""
+    """(configuration, parameters) of a draft for a target. That of shape "table" says what follows a token most
+    often, and so is right at times."""
     _, module, params, _, taps = target(name)
     more = {"dspark": {"block_size": GAMMA, "markov_rank": VOCAB}, "dflash": {"block_size": GAMMA + 1}}[algorithm]
     if algorithm == "dflash":
@@ -86,34 +87,13 @@ def draft(algorithm="dspark", name="windows", shape="both"):
             **SHAPES[shape],
         }
     )
-    rng = np.random.default_rng(3)
-    H, hd, V, r = config.hidden_size, config.head_dim, config.vocab_size, config.markov_rank
-    heads, kv_heads = config.num_attention_heads * hd, config.num_key_value_heads * hd
-
-    def matrix(*shape):
-        return rng.normal(0, 1.5 / np.sqrt(shape[0]), shape).astype(np.float32)
-
-    def scale(size):
-        return (1 + 0.3 * rng.normal(size=size)).astype(np.float32)
-
-    tree = {"fc": matrix(len(taps) * H, H), "hidden_norm": scale(H), "norm": scale(H)}
-    for layer in range(config.num_hidden_layers):
-        tree[f"layers_{layer}"] = {
-            **{name: scale(H) for name in ("input_layernorm", "post_attention_layernorm")},
-            **{name: scale(hd) for name in ("q_norm", "k_norm")},
-            **{name: matrix(H, kv_heads) for name in ("k_proj", "v_proj")},
-            **{name: matrix(H, config.intermediate_size) for name in ("gate_proj", "up_proj")},
-            "q_proj": matrix(H, heads),
-            "o_proj": matrix(heads, H),
-            "down_proj": matrix(config.intermediate_size, H),
-        }
-    if r:
-        tree |= {"markov_w1": matrix(V, r), "markov_w2": matrix(V, r)}
+    tree = random_draft_params(config, seed=3)
     if shape == "table":
-        follows = np.zeros((V, V), np.float32)
-        for text in texts(name).of.values():
-            follows[text[1:], text[:-1]] += 100
-        tree |= {"markov_w1": np.eye(V, dtype=np.float32), "markov_w2": follows}
+        follows = np.zeros((VOCAB, VOCAB), np.float32)
+        for ids in FIRST:
+            text = texts(name).of[ids]
+            np.add.at(follows, (text[1:], text[:-1]), 100)
+        tree |= {"markov_w1": np.eye(VOCAB, dtype=np.float32), "markov_w2": follows}
     shared = {key: value for key, value in params["params"].items() if key in ("embed_tokens", "lm_head")}
     return config, {"draft": tree, **shared}
 
@@ -338,6 +318,12 @@ def poison(spec, state):
     raw = np.where(live, np.asarray(cache.buffer).reshape(-1).view(np.uint8), np.uint8(0xFF))
     buffer = jnp.asarray(raw.view(cache.buffer.dtype).reshape(cache.buffer.shape))
     return state.replace(cache=cache.replace(buffer=buffer))
+
+
+def upset(spec, state):
+    """`poison`, and all pages of a pool elsewhere."""
+    state = poison(spec, state)
+    return move_pages(state, np.random.default_rng(0)) if isinstance(state.cache, PoolCache) else state
 
 
 # Generation

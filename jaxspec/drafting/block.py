@@ -12,7 +12,8 @@ and after the verify context rows take the place of those that were accepted.
 
 Rows of the block that were rejected stay behind as noise, at positions that the next block writes before it reads.
 
-All of it goes through the tables and the write window of the round's verify: the drafter launches no metadata.
+All of it goes through the tables and the write window of the round's verify: the drafter launches no metadata. Keys end
+with the context: rows behind its last position, which no target row will verify, are not stored.
 """
 
 import dataclasses
@@ -59,7 +60,8 @@ class BlockState:
 
 @dataclasses.dataclass(frozen=True)
 class BlockDrafter:
-    """What `DSparkDrafter` and `DFlashDrafter` have in common.
+    """What `DSparkDrafter` and `DFlashDrafter` have in common. A round of fewer drafts than a block has runs a shorter
+    block.
 
     Attributes:
       draft: the network.
@@ -151,11 +153,8 @@ class BlockDrafter:
     def propose(self, params, state: BlockState, context: DraftContext, num_drafts: int) -> tuple[BlockState, Drafts]:
         draft, metadata, limit = self.draft, context.metadata, context.tokens.shape[1]
         rows = num_drafts if draft.config.sample_from_anchor else num_drafts + 1
-        positions, slots, tables = (
-            metadata.window.positions[:, :rows],
-            self._slots(metadata.window),
-            self._tables(context),
-        )
+        slots, tables = self._slots(metadata.window), self._tables(context)
+        positions = metadata.window.positions[:, :rows]
         lengths = jnp.minimum(context.seq_lens + rows, limit)
 
         def attend(layer, q, k, v, cache):
