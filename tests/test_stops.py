@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, make_step, prompt
+from tiny_models import TARGET, VOCAB, drafter_and_params, make_step, prompt
 
 import jaxspec
 from jaxspec.generation.loops import run_to_end
@@ -362,3 +362,28 @@ def test_without_strings_the_state_and_the_program_know_nothing_of_them(self_ste
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.weak_type), with_strings
     )
+
+
+@pytest.mark.gpu
+def test_strings_are_found_on_the_gpu_without_a_host_read(greedy):
+    """A generation that ends at strings, from its dispatch to its end, with the options that users get."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("no NVIDIA GPU")
+    config = jaxspec.SpecConfig(batch_size=B, num_draft_tokens=D, context_len=160, max_new_tokens=NEW, page_size=16)
+    drafter, params = drafter_and_params("self")
+    spec = jaxspec.make_spec_step(TARGET, drafter, config)
+    prompts = [prompt(n) for n in (16, 9, 21)]
+    texts = [greedy(ids, NEW) for ids in prompts]
+    strings = [[s for i in text[5:] if (s := TOKENIZER.decode([i])) and "\ufffd" not in s][:1] for text in texts]
+    stops = jaxspec.StopStrings(TOKENIZER, strings)
+    wants = [oracle(TOKENIZER, text, group) for text, group in zip(texts, strings, strict=True)]
+    loop, params = jit_with_state(run_to_end, spec.options), jax.device_put(params)
+    for guard in ("allow", "disallow"):  # the first call compiles
+        state = jaxspec.init_state(spec.target, drafter, config, prompts, stop_strings=stops)
+        state = jax.block_until_ready(state)
+        with jax.transfer_guard(guard):
+            state, status = jax.block_until_ready(loop(spec, params, state))
+    results = read_requests(state, prompts, stop_strings=stops)
+    assert [(len(r.token_ids), r.stop_string) for r in results] == wants
+    assert [r.token_ids for r in results] == [text[:n] for text, (n, _) in zip(texts, wants, strict=True)]
+    assert status == 0

@@ -15,6 +15,7 @@ Array = jax.Array
 
 # Why a request has ended. Stored in `Requests.finish_reason`.
 UNFINISHED, STOP, LENGTH, CONTEXT, STOP_STRING, INVALID = range(6)
+_REASONS = 8  # more than there are
 
 
 @flax.struct.dataclass
@@ -112,17 +113,12 @@ def end_run(
 
     within = jnp.minimum(count, jnp.maximum(budget, 0))
     column = jnp.arange(D, dtype=jnp.int32)
-    last = jnp.where((reason != UNFINISHED) & (column < within[:, None]), column, D).min(axis=1)
-    keep = jnp.where(last < D, last + 1, within).astype(jnp.int32)
-
-    def at_the_end(values, otherwise):
-        return jnp.where(column == keep[:, None] - 1, values, 0).sum(axis=1, dtype=jnp.int32) + jnp.where(
-            keep > 0, 0, otherwise
-        )
-
-    return Ending(
-        tokens=tokens,
-        keep=keep,
-        reason=at_the_end(reason, UNFINISHED),
-        state=None if stops is None else at_the_end(states, stops.state),
-    )
+    # Place and reason in one number, so that one reduction finds both.
+    ends = (reason != UNFINISHED) & (column < within[:, None])
+    first = jnp.where(ends, _REASONS * column + reason, _REASONS * D).min(axis=1).astype(jnp.int32)
+    keep = jnp.where(first < _REASONS * D, first // _REASONS + 1, within).astype(jnp.int32)
+    state = None
+    if stops is not None:
+        behind = jnp.where(column == keep[:, None] - 1, states, 0).sum(axis=1, dtype=jnp.int32)
+        state = jnp.where(keep > 0, behind, stops.state)
+    return Ending(tokens, keep, first % _REASONS, state)
