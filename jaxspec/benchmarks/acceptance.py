@@ -324,7 +324,7 @@ def report(along: dict[str, Along], greedy: dict[str, Generation], missing: dict
     completions.append(("another pair of models", str(ANOTHER_PAIR)))
     notes = [
         f"Drafts a round: {D - 1}. Column k: rounds along the text in which the drafts 1 .. k all were accepted.",
-        f"Baselines: {', '.join(BASELINES)}. {ANOTHER_PAIR} is of SGLang pull request 44973, of other models and inputs.",
+        f"Baselines: {', '.join(BASELINES)}. {ANOTHER_PAIR}: SGLang pull request 44973, other models and inputs.",
         *(f"Not there: {name}: {reason}" for name, reason in missing.items()),
     ]
     results = {"drafters": entries, "missing": missing, "another_pair": ANOTHER_PAIR}
