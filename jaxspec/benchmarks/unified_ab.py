@@ -40,7 +40,7 @@ from jaxspec import (
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
 from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.drafting import Drafter
-from jaxspec.drafting.choose import make_drafter
+from jaxspec.drafting.choose import DRAFTERS, make_drafter
 from jaxspec.models import Checkpoint, embedded_path
 from jaxspec.steps.fusion import metadata_path
 from jaxspec.steps.memory import memory_bytes
@@ -58,7 +58,7 @@ class Settings:
     num_requests: int = setting(48, "Requests, all decoded together: as many batch slots.", least=1)
     prompt_len: int = setting(512, "Tokens a prompt.", least=1)
     max_new_tokens: int = setting(2048, "Tokens a completion; stop ids are ignored.", least=1)
-    drafter: str = setting("draft_lm", "Who proposes tokens.", choices=("draft_lm", "mtp", "ngram"))
+    drafter: str = setting("draft_lm", "Who proposes tokens.", choices=DRAFTERS[:-1])  # not "none"
     num_draft_tokens: int = setting(8, "D, tokens verified per request and round.", least=1)
     page_size: int = setting(128, "Tokens a page, a power of two.", least=1)
     swa_ratio: float = setting(0.1, "Tokens of the static arm's SWA pool / those of its FULL pool.", least=1e-6, most=1)
@@ -70,7 +70,7 @@ class Settings:
     seed: int = setting(1234, "Seed of the prompts.", least=0)
     dtype: str = setting("float32", "What is computed in.", choices=("float32", "bfloat16"))
     model: str = setting("target", "The target: an embedded model's name, or a Hugging Face folder.")
-    draft_model: str | None = setting(None, "The draft model of draft_lm, a name or a folder; 'draft' by default.")
+    draft_model: str | None = setting(None, "The draft: a folder, or for draft_lm a name; by default what ships.")
     kpool_metadata_fusion: bool = False
 
 
