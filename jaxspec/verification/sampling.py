@@ -150,18 +150,25 @@ def each_row(f: Callable, *rounds: Any) -> Any:
     """f for one row of each request after the other.
 
     Args:
-      f: takes what is left of `rounds` without axis 1, returns arrays [B, ...].
+      f: takes what is left of `rounds` without axis 1, returns arrays [B].
       rounds: pytrees of arrays [B, D, ...]; where axis 1 is shorter the last entry stands for those behind it.
 
     Returns:
-      What f returns, with axis 1 back.
+      What f returns, [B, D].
     """
 
     def row(j):
         return f(*jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.minimum(j, x.shape[1] - 1), 1, False), rounds))
 
     D = max(x.shape[1] for x in jax.tree.leaves(rounds))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), lax.map(row, jnp.arange(D, dtype=jnp.int32)))
+    column = jnp.arange(D, dtype=jnp.int32)
+
+    def put(j, tables):
+        # A masked write, not a slice, which would keep the loop out of a command buffer.
+        return jax.tree.map(lambda table, x: jnp.where(column == j, x[:, None], table), tables, row(j))
+
+    empty = jax.tree.map(lambda x: jnp.zeros((len(x), D), x.dtype), jax.eval_shape(row, jnp.int32(0)))
+    return lax.fori_loop(0, D, put, empty)
 
 
 def pick_row(rounds: Any, row: Array) -> Any:
