@@ -34,16 +34,24 @@ def plugin():
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_lm"])
-def test_a_generation_is_one_command_buffer(drafter, tmp_path):
+@pytest.mark.parametrize(
+    ("drafter", "verifier"),
+    [
+        ("ngram", None),
+        ("draft_lm", None),
+        ("draft_lm", "block"),
+        pytest.param("draft_lm", "rejection", marks=pytest.mark.slow),
+        pytest.param("ngram", "match", marks=pytest.mark.slow),
+    ],
+)
+def test_a_generation_is_one_command_buffer(drafter, verifier, tmp_path):
     weights = models.random_params(MODULE.config, seed=0)
     drafter, params = {
         "ngram": (jaxspec.NgramDrafter(), jaxspec.Params(weights)),
         "draft_lm": (jaxspec.DraftLM(MODEL), jaxspec.Params(weights, weights)),
     }[drafter]
-    config = jaxspec.SpecConfig(
-        batch_size=2, num_draft_tokens=3, context_len=64, max_new_tokens=8, page_size=8, prefill_chunk=16
-    )
+    shape = {"context_len": 64, "max_new_tokens": 8, "page_size": 8, "prefill_chunk": 16}
+    config = jaxspec.SpecConfig(batch_size=2, num_draft_tokens=3, sampling=verifier, **shape)
     spec = jaxspec.make_spec_step(MODEL, drafter, config, options=compiler_options("cuda"))
     state = jaxspec.init_state(spec.target, spec.drafter, spec.config, [prompt(9)])
     lowered = aot.lower_for_h200(jit_with_state(run_to_end, spec.options), spec, params, state)
