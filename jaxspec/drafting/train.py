@@ -81,9 +81,9 @@ class Plan:
     num_drafts: int = 7
     taps: tuple[int, ...] | None = None
     attention: str = "auto"
-    own_batch: int = 256
-    renew_every: int = 16
-    rounds_every: int = 50
+    own_batch: int = 128
+    renew_every: int = 200
+    rounds_every: int = 100
     rounds_prompts: int = 32
     rounds_length: int = 192
     rounds_new: int = 128
