@@ -4,8 +4,9 @@ The layer runs over whole texts once, on the target's features. From each anchor
 with the text's own tokens: its rows see the rows of features in front of the anchor, and those of their own chain.
 Everything per row is `Eagle3`'s own functions; only attention is written for training.
 
-A fresh draft already says something: its first hidden row is the target's last one, normed as the target's head has it,
-and that head scores it.
+A fresh draft's first hidden row is the target's last one, normed as the target's head has it. That head scores it, and
+would be sure of the wrong token, the one before: so the draft's last norm starts low, and its rows are scored without
+much conviction.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from jaxspec.models.train_attention import attend_with
 Array = jax.Array
 
 _NOT = -1e30  # the score of what a row does not see
-_FAINT = 0.1  # what a fresh draft's matrices have of their usual size where they shall say little at first
+# What a fresh draft has of the usual size: features other than the last, what writes into the stream, the last norm.
+_OTHERS, _WRITES, _SCORED = 0.1, 0.7, 0.4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,13 +64,12 @@ class Eagle3Learner:
         config = self.draft.config
         tree = random_draft_params(config, int(jax.random.randint(key, (), 0, 2**31 - 1)), jnp.float32)
         layer = {name: jnp.ones_like(leaf) if leaf.ndim == 1 else leaf for name, leaf in tree["layer"].items()}
-        layer |= {name: _FAINT * layer[name] for name in ("o_proj", "down_proj")}
+        layer |= {name: _WRITES * layer[name] for name in ("o_proj", "down_proj")}
         norms = {f"fc_norm_{index}": jnp.ones_like(self.last_norm) for index in range(len(self.taps))}
         norms[f"fc_norm_{len(self.taps) - 1}"] = jnp.array(self.last_norm)  # a copy: the training state is donated
         identity = jnp.eye(config.hidden_size, dtype=jnp.float32)
-        fc = _FAINT * tree["fc"].at[-config.hidden_size :].set(identity / _FAINT)
-        # So that a row of the target's size keeps it.
-        norm = jnp.full_like(tree["norm"], jnp.sqrt(jnp.mean(self.last_norm**2)))
+        fc = (_OTHERS * tree["fc"]).at[-config.hidden_size :].set(identity)
+        norm = jnp.full_like(tree["norm"], _SCORED * jnp.sqrt(jnp.mean(self.last_norm**2)))
         return {**norms, "fc": fc, "layer": layer, "norm": norm}
 
     def loss(self, params: Any, batch: Batch, key: Array, settings: DraftSettings) -> tuple[Array, dict[str, Array]]:
