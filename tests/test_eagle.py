@@ -16,6 +16,7 @@ from mtp_cases import END, NEW, around, generate
 from tiny_models import CONFIG, FAST_COMPILE, MODULE, TARGET, VOCAB, target_params
 
 import jaxspec
+from jaxspec.benchmarks import launches
 from jaxspec.errors import InputError
 from jaxspec.generation.results import read_requests
 from jaxspec.models import Checkpoint, dense_attend
@@ -167,6 +168,16 @@ def test_damage_in_the_drafts_memory_shows():
 def test_numbers_of_drafts(D):
     _, seen = check("swa", FIRST, D=D)
     assert all(len(drafts) == D - 1 for *_, drafts, _ in seen)
+
+
+@pytest.mark.parametrize("memory", ["static", "unified"])
+def test_launches_of_a_round(memory):
+    """Metadata of the verify, and nothing else for extend and chain."""
+    found = launches.trace(launches.Arm("", "", "", *make_step(memory=memory, kernel_backend=None)))
+    metadata, others = found["metadata"], found["other_kernels"]
+    assert metadata["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    for phase in ("draft", "extend"):
+        assert not metadata[phase] and not others[phase]
 
 
 # Sampling
