@@ -104,10 +104,9 @@ def make_step(algorithm="dspark", name="windows", shape="both", *, D=4, dtype="f
     config, weights = draft(algorithm, name, shape)
     kind = {"dspark": jaxspec.DSparkDrafter, "dflash": jaxspec.DFlashDrafter}[algorithm]
     sizes = {"batch_size": BATCH, "num_draft_tokens": D, "context_len": T, "max_new_tokens": NEW, "page_size": 8}
-    how = {"prefill_chunk": 16, "check_ids": True, "kernel_backend": "reference", **how}
-    spec = jaxspec.make_spec_step(
-        model, kind(BlockDraft(config, dtype)), jaxspec.SpecConfig(**sizes, **how), options=FAST_COMPILE
-    )
+    sizes |= {"prefill_chunk": 16, "check_ids": True, "kernel_backend": "reference", **how}
+    drafter = kind(BlockDraft(config, dtype))
+    spec = jaxspec.make_spec_step(model, drafter, jaxspec.SpecConfig(**sizes), options=FAST_COMPILE)
     return spec, jax.device_put(jaxspec.Params(params, weights))
 
 

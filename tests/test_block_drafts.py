@@ -26,6 +26,7 @@ from block_cases import (
     upset,
 )
 from mtp_cases import round_by_phases
+from unified_cases import run as run_to_the_end
 
 import jaxspec
 from jaxspec import InputError
@@ -339,3 +340,23 @@ def test_a_draft_of_another_dtype(algorithm):
     for memory, where in (("static", "own"), ("unified", "private")):
         spec, _ = check(FIRST, (algorithm, "windows", "both"), {"memory": memory, "dtype": "bfloat16"})
         assert spec.drafter.placement.where == where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+def test_sampled_requests(algorithm, verifier):
+    """Seeded texts do not depend on memory or batch mates; greedy requests among them say the greedy text."""
+    settings = {"temperature": [0.0, 0.8, 1.3, 0.8, 0.0], "top_k": [0, 0, 9, 0, 0], "seed": [1, 2, 3, 4, 5]}
+    static, unified = (make_step(algorithm, memory=memory, sampling=verifier) for memory in ("static", "unified"))
+    results = run_to_the_end(*static, FIRST, **settings)
+    assert results == run_to_the_end(*unified, FIRST, **settings)
+    check_texts("windows", [FIRST[0], FIRST[4]], [results[0], results[4]])
+    assert [result.rule for result in results] == ["greedy", *[verifier] * 3, "greedy"]
+    for lane in (1, 3):
+        alone = {name: values[lane] for name, values in settings.items()}
+        assert run_to_the_end(*static, [FIRST[lane]], **alone) == [results[lane]]
+    if verifier == "match":
+        plain = make_step(algorithm, sampling=verifier, D=1)
+        told = run_to_the_end(*plain, FIRST, **settings)
+        assert [result.token_ids for result in results] == [result.token_ids for result in told]
