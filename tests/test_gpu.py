@@ -11,6 +11,7 @@ import pytest
 from tiny_models import TARGET, drafter_and_params, prompt
 
 import jaxspec
+from jaxspec.drafting.choose import make_drafter
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
 from jaxspec.recurrent import gated_delta
@@ -178,3 +179,42 @@ def test_rows_of_a_channel_wise_gate_do_not_know_how_many_they_are():
         np.testing.assert_array_equal(alone[:, 0], out[:, row])
         np.testing.assert_array_equal(after[:, 0], states[:, row])
         state = after[:, 0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("target", "dspark"), ("target", "eagle3"), ("hybrid", "dspark")])
+def test_drafts_that_feed_on_features(name, kind):
+    """The trained drafts: greedy ids equal plain decoding, rounds do not depend on memory or on who commits the
+    context rows; a request that samples has its tokens alone and among others."""
+    target = jaxspec.load_model(name)
+    drafter, draft_params = make_drafter(kind, target)
+    params = jaxspec.Params(target.params, draft_params)
+    lines = ["import os\nimport sys\n\n\ndef main", "class Stack:\n    def __init__", "for i in range(10"]
+    prompts = [target.encode(line) for line in lines]
+    plain = jaxspec.generate(target.model, params, prompts, max_new_tokens=64)
+
+    def run(prompts, *, memory="static", backend=None, sampling=None, **more):
+        config = jaxspec.SpecConfig(
+            batch_size=len(prompts),
+            num_draft_tokens=8,
+            context_len=128,
+            max_new_tokens=64,
+            page_size=16,
+            memory=memory,
+            kernel_backend=backend,
+            sampling=sampling,
+        )
+        return jaxspec.generate(target.model, params, prompts, drafter=drafter, config=config, **more)
+
+    found = [run(prompts, memory=m, backend=b) for m, b in (("static", "triton"), ("unified", "mosaic"))]
+    found.append(run(prompts, memory="unified", backend="reference"))
+    assert [f.token_ids for f in found] == [plain.token_ids] * 3
+    counts = [[r.verify_count for r in f.requests] for f in found]
+    print(json.dumps({"target": name, "drafter": kind, "verify counts": counts, "length": found[0].accept_length}))
+    assert counts[0] == counts[1] == counts[2]
+    assert found[0].accept_length > 2
+
+    together = run(prompts, sampling="rejection", temperature=[0.8, 0.0, 1.1], seed=[5, 6, 7], top_p=0.95)
+    alone = run(prompts[2:], sampling="rejection", temperature=1.1, seed=7, top_p=0.95)
+    assert together.token_ids[2] == alone.token_ids[0]
+    assert together.token_ids[1] == plain.token_ids[1]
+    assert [r.rule for r in together.requests] == ["rejection", "greedy", "rejection"]
