@@ -36,7 +36,7 @@ from jaxspec.cli.command import flag_help, parse_flags
 from jaxspec.drafting import DraftLM, NgramDrafter
 from jaxspec.drafting.train_common import SHAPES, DraftSettings, Learner
 from jaxspec.drafting.train_loop import Keeper, Loop, Progress, Texts, make_dispatch, make_state
-from jaxspec.drafting.train_report import Rounds, heldout_prompts, plot, teacher_forced
+from jaxspec.drafting.train_report import Rounds, heldout_prompts, make_same, plot, teacher_forced
 from jaxspec.drafting.train_target import Writer, feature_scales, make_batch, shared_arrays
 from jaxspec.errors import InputError
 from jaxspec.models.checkpoint import Checkpoint, load
@@ -146,7 +146,7 @@ def train(
 
     learner, shared = make_learner(choice), shared_arrays(target)
     first = draw(data, jax.random.key(settings.seed), min(settings.batch, 8), settings.length - 1)
-    seen = jax.jit(make_batch(target, learner.taps, plain))(target.params, first)
+    seen = jax.jit(make_batch(target, learner.taps, plain), compiler_options=options)(target.params, first)
     state = make_state(learner, settings, target, feature_scales(seen.features, learner.taps))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     report(f"{parameters} parameters, target layers {list(learner.taps)}, {len(data.tokens)} training tokens")
@@ -193,10 +193,14 @@ def train(
         def write(params):
             learner.save(out, params, target)
 
-        batch = make_batch(target, learner.taps, choice)
+        same = make_same(learner, make_batch(target, learner.taps, choice), options)
         windows = read_windows(corpus, tokenizer, settings.length, plan.eval_tokens)
         size = max(1, min(settings.batch, len(windows.tokens)))
-        took = _rehearse(measure, learner, batch, state, target, windows, size, progress, report)
+
+        def force(params, windows):
+            return teacher_forced(same, learner.num_drafts, params, target.params, windows, size)
+
+        took = _rehearse(measure, force, state, windows, size, progress, report)
         limit = seconds
         if until is not None:
             limit = max(until - time.time() - took, 1.0) + progress.seconds
@@ -246,7 +250,7 @@ def train(
     _publish(out, record, report)
     if finished:
         stored = learner.restore(out, target)
-        forced = teacher_forced(learner, batch, stored, target.params, windows, size)
+        forced = force(stored, windows)
         record["heldout"] = {
             "how": describe(windows, corpus / "manifest.json"),
             "teacher_forced": forced,
@@ -275,6 +279,8 @@ def _check(target, corpus, plan, settings):
         raise InputError(f"num_drafts={plan.num_drafts}: give 1 to length - 2 = {settings.length - 2}")
     if not 1 <= settings.anchors <= settings.length - plan.num_drafts:
         raise InputError(f"anchors={settings.anchors}: give 1 to {settings.length - plan.num_drafts}")
+    if plan.taps:
+        target.model.tapped(plan.taps)
     for name in ("own_share", "hard_share", "reach_share"):
         if not 0 <= getattr(settings, name) <= 1:
             raise InputError(f"{name}={getattr(settings, name)}: give a share from 0 to 1")
@@ -318,7 +324,7 @@ def _same_run(out, kept, about):
         raise InputError(f"{out} holds a run for target {kept['target']!r}, not {about['target']!r}")
 
 
-def _rehearse(measure, learner, batch, state, target, windows, size, progress, report) -> float:
+def _rehearse(measure, force, state, windows, size, progress, report) -> float:
     """Measures the fresh draft, so that everything is compiled; returns the seconds that the end of the run takes."""
     begin = time.monotonic()
     found = measure(state.params)
@@ -326,9 +332,9 @@ def _rehearse(measure, learner, batch, state, target, windows, size, progress, r
     if found and not progress.rounds:
         progress.rounds.append({"step": int(state.step), "seconds": 0.0, **found})
     few = dataclasses.replace(windows, tokens=windows.tokens[:size], lengths=windows.lengths[:size])
-    teacher_forced(learner, batch, state.params, target.params, few, size)
+    force(state.params, few)
     again = time.monotonic()
-    teacher_forced(learner, batch, state.params, target.params, few, size)
+    force(state.params, few)
     forced = (time.monotonic() - again) * len(windows.tokens) / size
     first = f"before training {found['accept_length']:.3f} tokens a step; " if found else ""
     report(f"{first}compiled in {compiled - begin:.0f} and {again - compiled:.0f} s")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafting.base import Drafter
-from jaxspec.drafting.train_common import Learner
+from jaxspec.drafting.train_common import Batch, Learner
 from jaxspec.errors import InputError
 from jaxspec.generation import Generation, generate
 from jaxspec.models.checkpoint import Checkpoint
@@ -102,9 +102,27 @@ class Rounds:
         )
 
 
+def make_same(
+    learner: Learner, batch: Callable[[Any, Array], Batch], options: dict[str, Any] | None = None
+) -> Callable[[Any, Any, Array, Array], Array]:
+    """The jitted `same(params, target_params, tokens int32[B, T], anchors int32[B, A]) -> bool[B, A, gamma]`.
+
+    Args:
+      learner: kind of draft.
+      batch: from `jaxspec.drafting.train_target.make_batch`.
+      options: XLA's.
+    """
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def same(params, target_params, tokens, anchors):
+        return learner.same(params, batch(target_params, tokens), anchors)
+
+    return same
+
+
 def teacher_forced(
-    learner: Learner,
-    batch: Callable[[Any, Array], Any],
+    same: Callable[[Any, Any, Array, Array], Array],
+    gamma: int,
     params: Any,
     target_params: Any,
     windows: Windows,
@@ -113,8 +131,8 @@ def teacher_forced(
     """How often each draft is the target's most likely id, the held-out text itself being the context.
 
     Args:
-      learner: kind of draft.
-      batch: from `jaxspec.drafting.train_target.make_batch`.
+      same: from `make_same`.
+      gamma: drafts.
       params: the draft's.
       target_params: the target's.
       windows: held-out text.
@@ -125,31 +143,21 @@ def teacher_forced(
       `tokens_per_verify`, 1 + the sum of the latter: tokens of a step if the target continued as the text does.
       `anchors`: how many were counted, one in eight positions.
     """
-    gamma, length = learner.num_drafts, windows.tokens.shape[1]
+    length = windows.tokens.shape[1]
     count = (length - gamma - 1) // _EVERY
     right, runs, total = np.zeros(gamma), np.zeros(gamma), 0
-    same_of = _same(learner, batch)
     for start in range(0, len(windows.tokens), size):
         tokens, lengths = (x[start : start + size] for x in (windows.tokens, windows.lengths))
         rows = len(tokens)
         tokens = np.pad(tokens, ((0, size - rows), (0, 0)))  # one shape, one compilation
         first = 1 + np.arange(size)[:, None] % _EVERY
         anchors = first + _EVERY * np.arange(count)
-        same = np.asarray(same_of(params, target_params, jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)))[:rows]
-        same = same[anchors[:rows] + gamma < lengths[:, None]]
-        right, runs, total = right + same.sum(0), runs + np.cumprod(same, axis=1).sum(0), total + len(same)
+        found = np.asarray(same(params, target_params, jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)))[:rows]
+        found = found[anchors[:rows] + gamma < lengths[:, None]]
+        right, runs, total = right + found.sum(0), runs + np.cumprod(found, axis=1).sum(0), total + len(found)
     shares = {"agreement": right / max(total, 1), "acceptance": runs / max(total, 1)}
     figures: dict[str, Any] = {name: np.round(share, 4).tolist() for name, share in shares.items()}
     return figures | {"tokens_per_verify": round(float(1 + shares["acceptance"].sum()), 4), "anchors": total}
-
-
-@functools.lru_cache(maxsize=8)
-def _same(learner, batch):
-    @jax.jit
-    def same(params, target_params, tokens, anchors):
-        return learner.same(params, batch(target_params, tokens), anchors)
-
-    return same
 
 
 def plot(path: pathlib.Path, record: dict[str, Any]) -> str | None:

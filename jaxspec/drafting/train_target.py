@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxspec.config import SpecConfig
 from jaxspec.drafting.train_common import Batch
-from jaxspec.errors import InputError
 from jaxspec.generation import generate
 from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.corpus import END_OF_TEXT_ID
 from jaxspec.models.glm import Glm
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.train_attention import attend_with
@@ -76,14 +76,18 @@ def feature_scales(features: Array, taps: tuple[int, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """Has the target write texts of T tokens: a piece of the corpus, then what the target makes of it.
+    """Has the target write texts: pieces of the corpus, and what the target makes of them.
+
+    Short texts follow each other in a sequence, as documents do in the corpus: what writing costs is the number of
+    forwards, one a token, however many texts there are.
 
     Fields:
       target: who writes.
       tokens: uint16[N], the stream of the corpus, on the host.
-      length: T.
-      batch: texts written together.
+      length: T, tokens of a sequence.
+      batch: sequences written together.
       seed: of pieces and of sampling.
+      text_length: most tokens of one text.
     """
 
     target: Checkpoint
@@ -91,39 +95,40 @@ class Writer:
     length: int
     batch: int
     seed: int
-
-    def __post_init__(self):
-        if self.length > self.target.model.context_len:
-            raise InputError(f"length={self.length}: the target's context is {self.target.model.context_len}")
+    text_length: int = 512
 
     def write(self, number: int) -> np.ndarray:
-        """The texts of chunk number `number`, uint16[batch, T], the same whenever they are asked for.
+        """Chunk number `number`, uint16[batch, T], the same whenever it is asked for.
 
-        Of T tokens an eighth to a half are the corpus's. The end of a text is no stop: the next one follows, as in the
-        corpus.
+        Of the tokens of a text an eighth to a half are the corpus's. The end of a document is no stop: the next one
+        follows.
         """
         rng = np.random.default_rng((self.seed, number))
-        given = rng.integers(max(self.length // 8, 1), max(self.length // 2, 2), self.batch)
-        starts = rng.integers(0, len(self.tokens) - self.length, self.batch)
+        size = min(self.text_length, self.length)
+        count = self.batch * -(-self.length // size)
+        given = rng.integers(max(size // 8, 1), max(size // 2, 2), count)
+        starts = rng.integers(0, len(self.tokens) - size, count)
         prompts = [self.tokens[start : start + n].astype(np.int32) for start, n in zip(starts, given, strict=True)]
-        page = min(64, 1 << max((self.length // 4).bit_length() - 1, 0))
         config = SpecConfig(
-            batch_size=self.batch,
+            batch_size=count,
             num_draft_tokens=1,
-            context_len=self.length,
-            max_new_tokens=self.length,
-            page_size=page,
-            prefill_chunk=min(256, self.length),
-            sampling="match",
+            context_len=size,
+            max_new_tokens=size,
+            page_size=min(64, 1 << max((size // 4).bit_length() - 1, 0)),
+            prefill_chunk=min(256, size),
+            sampling="match" if max(TEMPERATURES) else None,
         )
         result = generate(
             self.target.model,
             Params(self.target.params),
             prompts,
             config=config,
-            max_new_tokens=[self.length - len(prompt) for prompt in prompts],
-            temperature=[TEMPERATURES[i % len(TEMPERATURES)] for i in range(self.batch)],
-            seed=[int(n) for n in rng.integers(0, 2**31 - 1, self.batch)],
+            max_new_tokens=[size - len(prompt) for prompt in prompts],
+            temperature=[TEMPERATURES[i % len(TEMPERATURES)] for i in range(count)],
+            seed=[int(n) for n in rng.integers(0, 2**31 - 1, count)],
         )
         texts = [[*prompt, *ids] for prompt, ids in zip(prompts, result.token_ids, strict=True)]
-        return np.asarray(texts, np.uint16)
+        texts = np.asarray(texts, np.uint16)
+        if count > self.batch:
+            texts[:, -1] = END_OF_TEXT_ID
+        return texts.reshape(self.batch, -1)[:, : self.length]
