@@ -6,10 +6,11 @@ NAME is a recorded kernel. With `fused_` before it, its cases go through the one
 attention uses, kpool_metadata, into a packed buffer. It may hold wildcards, as in 'kpool_*' and 'fused_*'.
 
 tests/data/README.md describes the format. Every destination cell holds -7 before a call and whole arrays are compared,
-so a cell that the contract does not name must still be -7 afterwards. A case passes when every form of its call does:
+so a cell that the contract does not name must still be -7 afterwards. A case passes when the forms of its call do:
 destinations as arrays of their own; packed, where the kernel has that form; for decode_metadata, the state indices and
 pooled attention also everything as views of wider buffers. The cells around views and packed sections must stay as they
-were. Only `interpret`, which compiles each form for a second, runs one form a case, in turn over a kernel's cases.
+were. `reference` and `interpret`, which compile each form, run one form a case, in turn over a kernel's cases;
+`checked`, which compiles none of them, and the GPU's backends run every form of every case.
 
 Each failed case is one line, and the last line is `N passed, N failed`: together the cases of the file, or those of
 --kernel. Whatever cannot be run has failed: an unknown kernel; a parameter, input or output that its adapter does not
@@ -348,7 +349,7 @@ def check(kernel: str, case: Case, backend: str) -> None:
         raise Failed("no output was recorded")
     for call in calls:
         forms = call.forms
-        if backend == "interpret":
+        if backend in ("reference", "interpret"):
             forms = (forms[case.turn % len(forms)],)
         for form in forms:
             try:

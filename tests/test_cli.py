@@ -30,6 +30,14 @@ CONTEXT = 128
 SHAPES = ["--num_draft_tokens=3", "--max_new_tokens=9", "--page_size=16", "--batch_size=2"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compile():
+    """What runs here is small; a process of its own compiles as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.steps.step.compiler_options", lambda: tiny_models.FAST_COMPILE)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with two random models over one byte-level vocabulary: target and draft."""

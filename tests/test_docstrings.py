@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 
 import pytest
+from tiny_models import FAST_COMPILE
 
 import jaxspec
 import pallas_kernels
@@ -34,9 +35,11 @@ def needs_embedded_model(test):
 
 
 @pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in examples()])
-def test_example(test):
-    if needs_embedded_model(test) and "target" not in models.embedded_names():
-        pytest.skip("the embedded models are not there")
+def test_example(test, monkeypatch):
+    if needs_embedded_model(test):
+        if "target" not in models.embedded_names():
+            pytest.skip("the embedded models are not there")
+        monkeypatch.setattr("jaxspec.steps.step.compiler_options", lambda: FAST_COMPILE)
     report = []
     failed, _ = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=report.append)
     assert not failed, "".join(report)

@@ -277,10 +277,13 @@ def test_plain_decoding(greedy):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "batch", "page", "D", "repeats"),
-    [("ngram", 1, 64, 8, 1), ("draft_lm", 3, 16, 4, 1), ("draft_lm", 1, 128, 8, 40)],
+    ("drafter", "batch", "page", "D", "repeats", "quick"),
+    [("ngram", 1, 64, 8, 1, True), ("draft_lm", 3, 16, 4, 1, False), ("draft_lm", 1, 128, 8, 40, True)],
 )
-def test_embedded_models(drafter, batch, page, D, repeats):
+def test_embedded_models(request, drafter, batch, page, D, repeats, quick):
+    """One of them as users compile it."""
+    if quick:
+        request.getfixturevalue("fast_compile")
     target = jaxspec.load_model("target")
     params, which = jaxspec.Params(target.params), jaxspec.NgramDrafter()
     if drafter == "draft_lm":

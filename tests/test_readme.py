@@ -5,6 +5,7 @@ import re
 import shlex
 
 import pytest
+from tiny_models import FAST_COMPILE
 
 from jaxspec import cli, models
 from jaxspec.cli.command import parse_flags
@@ -24,6 +25,7 @@ def test_the_python_examples_run(tmp_path, monkeypatch, capsys):
     if "target" not in models.embedded_names():
         pytest.skip("the embedded models are not there")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jaxspec.steps.step.compiler_options", lambda: FAST_COMPILE)
     names = {}  # later examples go on where earlier ones ended
     for example in examples:
         exec(compile(example, "README.md", "exec"), names)
