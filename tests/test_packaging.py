@@ -28,6 +28,8 @@ LAYERS = (
     ("jaxspec",),  # the public names
     ("jaxspec.cli", "jaxspec.__main__"),
 )
+# Programs beside the package that they belong to: they drive the library from above.
+PROGRAMS = "jaxspec.drafting.train"
 
 
 def source_files():
@@ -61,6 +63,8 @@ GRAPH = {name: imports_of(name) for name in FILES}
 
 def layer(module):
     ranks = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+    if module.startswith(PROGRAMS):
+        return len(LAYERS)
     while module not in ranks:
         module = module.rpartition(".")[0]
     return ranks[module]

@@ -12,9 +12,9 @@ A round along the text starts every D tokens. Position k counts as accepted if t
 itself says, after the text up to the round's anchor and the drafts before; what the text says there plays no part. So
 1 + the mean number accepted is what a target step would bring at that place of the text.
 
-The drafter sees what it sees in any round: the text's tokens, the target's hidden rows of them, its own rows. Of one
-row it sees something else: behind the last token of each prompt a drafter that feeds on hidden rows is told the token
-that the target chose, since prefill asks the target.
+The drafter sees what it sees in any round: the text's tokens, the target's hidden rows of them, rows of its own made of
+the text. Of one row it sees something else: behind the last token of each prompt a drafter that feeds on hidden rows is
+told the token that the target chose, since prefill asks the target.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from jaxspec import (
     make_spec_step,
 )
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
-from jaxspec.drafting import Drafts
+from jaxspec.drafting import Drafts, extends
 from jaxspec.drafting.choose import DRAFTERS, make_drafter, page_size_for
 from jaxspec.generation.accounting import distinct_4gram_ratio
 from jaxspec.models import Checkpoint, embedded_path
@@ -286,6 +286,11 @@ def _forced_round(spec: SpecStep, params: Params, state: SpecState, text: Array)
     accepted, verdict = jnp.where(active, verdicts.accepted[0], 0), jax.tree.map(lambda x: x[1], verdicts)
     verdict = verdict.replace(targets=ahead, accepted=told.count)
     state = extend(spec, params, state.replace(cache=cache), plan, verdict)
+    if not extends(spec.drafter):
+        # A drafter with rows of its own has those of its drafts; it reads the text's as it has read the prompt's.
+        rows = jnp.concatenate([plan.anchor[:, None], ahead[:, :-1]], axis=1)
+        read = spec.drafter.prefill(params.draft, state.draft, rows, plan.metadata)
+        state = state.replace(draft=read)
     state, _ = commit(spec, state, plan, told, verdict)
     return state, (accepted, jnp.where(active, drafts.count, 0))
 

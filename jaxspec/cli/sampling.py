@@ -23,6 +23,9 @@ def settings_of(values: flags.FlagValues, requests: Sequence[Prompt]) -> tuple[d
         common = {name: values[name].value for name in SETTINGS}
         common["seed"] = (values.seed + index) % 2**32
         own = common | request.settings
+        for name, value in request.settings.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InputError(f"{request.place}: {name}={value!r}: give one number")
         try:
             pack_settings(_ONE, 1, **own)
         except InputError as error:

@@ -184,7 +184,7 @@ class BlockDrafter:
     def choose(
         self, params, logits: Array, anchor: Array, sampling: Sampling | None, seq_lens: Array
     ) -> tuple[Array, Array | None]:
-        """Drafts of a block.
+        """Drafts of a block, one after the other: each draw looks at one row of logits a request.
 
         Args:
           params: the draft's.
@@ -195,7 +195,18 @@ class BlockDrafter:
         Returns:
           int32[B, D - 1], and float32[B, D - 1, V] or None, as in `Drafts`.
         """
-        raise NotImplementedError
+        tokens, probs, token = [], [], anchor
+        for index in range(logits.shape[1]):
+            row = self.informed(params, logits[:, index], token)
+            token, chances = propose_token(row, sampling, seq_lens, index)
+            tokens.append(token)
+            probs.append(chances)
+        return jnp.stack(tokens, axis=1), None if sampling is None else jnp.stack(probs, axis=1)
+
+    def informed(self, params, logits: Array, previous: Array) -> Array:
+        """Logits float32[B, V] of one row, given the token int32[B] before it."""
+        del params, previous
+        return logits
 
     @property
     def _private(self) -> bool:
@@ -224,24 +235,12 @@ class DSparkDrafter(BlockDrafter):
 
     algorithm: ClassVar[str] = "dspark"
 
-    def choose(self, params, logits, anchor, sampling, seq_lens):
-        tokens, probs, token = [], [], anchor
-        for index in range(logits.shape[1]):
-            biased = rounded(logits[:, index] + self.draft.markov(params, token), self.draft.dtype)
-            token, chances = propose_token(biased, sampling, seq_lens, index)
-            tokens.append(token)
-            probs.append(chances)
-        return jnp.stack(tokens, axis=1), None if sampling is None else jnp.stack(probs, axis=1)
+    def informed(self, params, logits, previous):
+        return rounded(logits + self.draft.markov(params, previous), self.draft.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter(BlockDrafter):
-    """Proposes with a DFLASH draft: a block whose rows are all chosen at once, each for itself."""
+    """Proposes with a DFLASH draft: a block whose rows know nothing of what the others have chosen."""
 
     algorithm: ClassVar[str] = "dflash"
-
-    def choose(self, params, logits, anchor, sampling, seq_lens):
-        def row(logits, index):
-            return propose_token(logits, sampling, seq_lens, index)
-
-        return jax.vmap(row, in_axes=(1, 0), out_axes=1)(logits, jnp.arange(logits.shape[1], dtype=jnp.int32))

@@ -1,5 +1,6 @@
 """A drafter by its name, for a target that was loaded: what the command line and the benchmarks offer."""
 
+import logging
 from typing import Any
 
 from jaxspec.drafting.base import Drafter
@@ -11,6 +12,8 @@ from jaxspec.drafting.ngram import NgramDrafter
 from jaxspec.errors import InputError
 from jaxspec.models import Checkpoint, load
 from jaxspec.models.draft_checkpoint import embedded_draft, load_draft
+
+_LOG = logging.getLogger(__name__)
 
 TRAINED = {"dflash": DFlashDrafter, "dspark": DSparkDrafter, "eagle3": Eagle3Drafter}  # for one target
 DRAFTERS = ("dflash", "draft_lm", "dspark", "eagle3", "mtp", "ngram", "none")
@@ -43,6 +46,8 @@ def make_drafter(
                 "one as draft_model"
             )
         draft = load_draft(folder, target, dtype, kind=name)
+        for note in draft.notes:
+            _LOG.info("%s: %s", name, note)
         return TRAINED[name](draft.draft), draft.params
     if name == "draft_lm":
         draft = load(draft_model or "draft", dtype)
@@ -53,8 +58,8 @@ def make_drafter(
 
 
 def fitting_drafters(target: Checkpoint) -> list[str]:
-    """Who drafts well for a target, the best first: a draft that ships for it and its own prediction blocks, or else
-    the embedded draft model, where it shares the vocabulary, and n-grams."""
+    """Who can draft for a target without a word from the user: drafts that ship for it and its own prediction blocks,
+    or else the embedded draft model, where it shares the vocabulary, and n-grams."""
     trained = [name for name in ("dspark", "eagle3") if embedded_draft(name, target.name)]
     if target.blocks:
         return [*trained, "mtp"]

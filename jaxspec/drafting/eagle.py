@@ -108,7 +108,17 @@ class Eagle3Drafter:
         placement = place_draft(self.draft.layers, self.dtype, target.layers, target.dtype, memory=config.memory)
         return dataclasses.replace(self, placement=placement)
 
-    def init(self, config: SpecConfig) -> Eagle3State:
+    def init(self, config: SpecConfig, num_pages: int | None = None) -> Eagle3State:
+        """Nothing seen yet.
+
+        Raises:
+          InputError: `num_pages`, the virtual pages of a private pool, is given: the draft has none.
+        """
+        if num_pages is not None:
+            raise InputError(
+                f"memory={config.memory!r}: {self.placement.reason}, so it cannot be lanes of a unified pool, as an "
+                "EAGLE-3 draft must be; choose memory='static'"
+            )
         B, cache = config.batch_size, None
         if config.memory == "static":
             sizes = {"page_size": config.page_size, "num_pages": config.full_pages(), "num_swa_pages": 1}

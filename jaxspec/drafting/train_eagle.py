@@ -59,7 +59,7 @@ class Eagle3Learner:
     def taps(self) -> tuple[int, ...]:
         return self.draft.config.target_layer_ids
 
-    def init(self, key: Array, shared: dict[str, Array], scales: Array) -> Any:
+    def init(self, key: Array, target: Checkpoint, scales: Array) -> Any:
         """Fresh weights: `fc` passes the last tap on, normed by the target's own norm."""
         config = self.draft.config
         tree = random_draft_params(config, int(jax.random.randint(key, (), 0, 2**31 - 1)), jnp.float32)

@@ -80,8 +80,8 @@ def generate(
       target: the model that decides, see `jaxspec.Model`.
       params: weights of target and drafter.
       prompts: token ids of each request.
-      drafter: `NgramDrafter`, `DraftLM` or your own. None is plain decoding: one row a round, whatever
-        `num_draft_tokens` says.
+      drafter: `NgramDrafter`, `DraftLM`, another of `jaxspec.drafting` or your own. None is plain decoding: one row a
+        round, whatever `num_draft_tokens` says.
       num_draft_tokens: D, rows verified per request and round: the newest token and D - 1 drafts.
       max_new_tokens: tokens to emit at most, one number or one a prompt; by default 128, or what `config` allows.
       stop_ids: ids that end a request; the id itself is emitted.
@@ -131,6 +131,8 @@ def generate(
         raise InputError(f"rounds_per_dispatch={rounds_per_dispatch}: must be at least 1")
     if num_draft_tokens < 1:
         raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
+    if stop_strings is not None and not isinstance(stop_strings, StopStrings):
+        raise InputError(f"stop_strings={stop_strings!r}: wrap the texts as jaxspec.StopStrings(tokenizer, texts)")
     if not isinstance(params, Params):
         raise InputError(f"params is a {type(params).__name__}: wrap the weights as jaxspec.Params(target, draft)")
     prompts = [np.asarray(prompt) for prompt in prompts]

@@ -92,11 +92,13 @@ class Model:
         """
         layers = tuple(layers)
         if self.tap is None:
-            raise InputError("this target cannot be tapped for hidden rows of its layers: give its Model a `tap`")
+            raise InputError(
+                f"layers={layers}: this target cannot be tapped for hidden rows of its layers: give its Model a `tap`"
+            )
         unknown = [layer for layer in layers if not 0 <= layer < len(self.layers)]
         if unknown or not layers:
             raise InputError(
-                f"target layers {list(layers)}: the target has {len(self.layers)}, counted from 0; name at least one "
+                f"layers={layers}: the target has {len(self.layers)}, counted from 0; name at least one "
                 "and none beyond them"
             )
         return dataclasses.replace(self, apply=self.tap(layers))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from jaxspec.steps.memory import place
 from jaxspec.steps.prefill import prefill
 from jaxspec.steps.round import StepOutput, run_round
 from jaxspec.steps.state import SpecState
+
+_LOG = logging.getLogger(__name__)
 
 # The classes of operation that XLA may record into one command buffer (a CUDA graph), WHILE among them: without it the
 # host drives every turn of a device loop. The option replaces XLA's list, so the defaults are repeated.
@@ -62,8 +65,8 @@ class SpecStep:
     """A speculative step. Call it as `state, out = step(params, state)`.
 
     The call is one compiled round; the state is donated (do not use the old one again). `step.prefill(params, state)`
-    compiles the prefill. The phases `jaxspec.prepare`, `draft`, `verify` and `commit` take the step as first argument
-    and may be called, jitted or not, by a script that wants to stand between them.
+    compiles the prefill. The phases `jaxspec.prepare`, `draft`, `verify`, `extend` and `commit` take the step as first
+    argument and may be called, jitted or not, by a script that wants to stand between them.
 
     Attributes:
       target: the model that decides, tapped for a drafter that looks at its layers.
@@ -91,7 +94,7 @@ def make_spec_step(
 
     Args:
       target: the model that decides.
-      drafter: `NgramDrafter`, `DraftLM` or your own; None proposes nothing.
+      drafter: `NgramDrafter`, `DraftLM`, another of `jaxspec.drafting` or your own; None proposes nothing.
       config: shapes. One compiled program serves every batch of these shapes, whatever lengths, tables and mappings it
         holds.
       options: XLA options for the compiled functions; `compiler_options()` by default.
@@ -118,6 +121,10 @@ def make_spec_step(
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
     drafter = place(target, drafter, config)
+    placement = getattr(drafter, "placement", None)
+    if placement is not None:
+        for note in filter(None, (placement.reason, *placement.notes)):
+            _LOG.info("%s: %s", drafter.algorithm, note)
     lanes = tuple(getattr(drafter, "cache_layers", ()))
     admit(
         "none" if drafter is None else getattr(drafter, "algorithm", "draft_lm"),
@@ -130,7 +137,7 @@ def make_spec_step(
         mla=any(spec.carries == POSITION and spec.value_shape[1] == 0 for spec in target.layers),
         kpool=target.sparse is not None,
         fuses=bool(lanes),
-        declined=getattr(getattr(drafter, "placement", None), "reason", ""),
+        declined="" if placement is None else placement.reason,
     ).require()
     if config.asks_probs and not getattr(drafter, "has_probs", False):
         raise InputError(
