@@ -14,6 +14,9 @@ from jax.experimental import pallas as pl
 
 from jaxspec import cli, models
 from jaxspec.benchmarks import launches
+from jaxspec.models import draft_checkpoint
+from jaxspec.models.block_config import BlockDraftConfig
+from jaxspec.models.eagle_config import Eagle3Config
 from jaxspec.steps import run_round
 from pallas_kernels import aot
 
@@ -30,6 +33,16 @@ def folder(tmp_path_factory):
         ("glm", tiny_models.GLM_CONFIG),
     ):
         models.save(root / name, config, models.random_params(config, 0), dtype="float32")
+    shape = {"target_layer_ids": (0, 1), "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    block = shape | {"block_size": 4, "mask_token_id": 1, "num_hidden_layers": 2}
+    for config in (
+        BlockDraftConfig("dspark", markov_rank=4, **block),
+        BlockDraftConfig("dflash", sample_from_anchor=False, **block),
+        Eagle3Config(target_hidden_size=32, **shape),
+    ):
+        kind = getattr(config, "algorithm", "eagle3")
+        draft_checkpoint.save_draft(root / kind, config, draft_checkpoint.random_draft_params(config, 0))
     return root
 
 
@@ -64,6 +77,21 @@ def test_a_dense_round(capsys, folder, words, expected):
     assert sums(arm) == expected
     assert arm["traced"]["metadata_a_round"] == sum(expected.values()) - expected["prefill chunk"]
     assert arm["traced"]["metadata"]["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert arm["traced"]["open_loops"] == 0
+
+
+@pytest.mark.parametrize("memory", ["static", "unified"])
+@pytest.mark.parametrize("drafter", ["dspark", "dflash", "eagle3"])
+def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, drafter, memory):
+    """A block's rows of all layers are committed by one kernel."""
+    words = [f"--model={folder / 'qwen'}", f"--drafter={drafter}", f"--draft_model={folder / drafter}"]
+    status, result, _ = run(capsys, *words, f"--memory={memory}", *SIZES)
+    assert status == 0
+    (arm,) = result["arms"]
+    assert sums(arm) == {"verify": 2, "prefill chunk": 2}
+    assert arm["traced"]["metadata"]["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    rows = {} if drafter == "eagle3" else {"commit_context_rows": 1}
+    assert arm["traced"]["other_kernels"]["draft"] == {} and arm["traced"]["other_kernels"]["extend"] == rows
     assert arm["traced"]["open_loops"] == 0
 
 
