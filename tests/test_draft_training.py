@@ -155,7 +155,9 @@ def test_a_stopped_run_keeps_what_there_is_and_resumes_to_the_same_weights(targe
     assert record["heldout"] == whole["heldout"]
 
 
-@pytest.mark.parametrize(("kind", "windows"), [("dspark", (None,)), ("dflash", (6,))])
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("dspark", (None,)), pytest.param("dflash", (6,), marks=pytest.mark.slow)]
+)
 def test_the_loss_computes_what_decoding_computes(target, kind, windows):
     learner = train_block.make_learner(kind, target, SHAPES["tiny"], GAMMA, None, BLOCKS)
     config = dataclasses.replace(learner.draft.config, windows=windows, causal=())

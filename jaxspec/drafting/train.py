@@ -145,17 +145,6 @@ def train(
         return module.make_learner(plan.kind, target, SHAPES[plan.preset], plan.num_drafts, plan.taps, choice)
 
     learner, shared = make_learner(choice), shared_arrays(target)
-    first = draw(data, jax.random.key(settings.seed), min(settings.batch, 8), settings.length - 1)
-    seen = jax.jit(make_batch(target, learner.taps, plain), compiler_options=options)(target.params, first)
-    state = make_state(learner, settings, target, feature_scales(seen.features, learner.taps))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    report(f"{parameters} parameters, target layers {list(learner.taps)}, {len(data.tokens)} training tokens")
-    writer = None
-    own = jnp.zeros((1, settings.length), jnp.uint16)
-    if round(settings.own_share * settings.batch):
-        writer = Writer(target, np.asarray(data.tokens), settings.length, plan.own_batch, settings.seed)
-        own = jnp.zeros((2 * plan.own_batch, settings.length), jnp.uint16)
-
     keeper = Keeper(out / "checkpoints")
     try:
         progress, about = Progress(), _about(target, plan, settings, learner)
@@ -166,8 +155,20 @@ def train(
             if not resume:
                 raise InputError(f"{out} holds a run of {keeper.latest()} steps: go on with --resume, or name another")
             _same_run(out, {k: v for k, v in kept.items() if k != "progress"}, about)
-            state, own = keeper.restore(state, own)
             progress = Progress(**kept["progress"])
+
+        first = draw(data, jax.random.key(settings.seed), min(settings.batch, 8), settings.length - 1)
+        seen = jax.jit(make_batch(target, learner.taps, plain), compiler_options=options)(target.params, first)
+        state = make_state(learner, settings, target, feature_scales(seen.features, learner.taps))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        report(f"{parameters} parameters, target layers {list(learner.taps)}, {len(data.tokens)} training tokens")
+        writer = None
+        own = jnp.zeros((1, settings.length), jnp.uint16)
+        if round(settings.own_share * settings.batch):
+            writer = Writer(target, np.asarray(data.tokens), settings.length, plan.own_batch, settings.seed)
+            own = jnp.zeros((2 * plan.own_batch, settings.length), jnp.uint16)
+        if resume:
+            state, own = keeper.restore(state, own)
             report(f"resumed at step {int(state.step)}")
 
         texts = Texts(data, own)
