@@ -12,6 +12,7 @@ import tiny_models
 import jaxspec
 from jaxspec import Generation, RequestResult, cli, models
 from jaxspec.benchmarks import pool_size, unified_ab
+from jaxspec.models import draft_checkpoint
 from jaxspec.steps import step
 from jaxspec.steps.memory import pool_layout
 
@@ -204,6 +205,17 @@ def test_who_prepared_the_metadata_is_told(monkeypatch, capsys, words, tmp_path)
     assert result["environment"]["kpool_metadata"] == "ordinary"
     assert result["settings"]["kpool_metadata_fusion"] and result["configs"]["static"]["kpool_metadata_fusion"]
     assert err.count("warning: kpool_metadata_fusion is not used") == 1
+
+
+@pytest.mark.parametrize("drafter", ["dspark", "dflash", "eagle3"])
+def test_arms_of_a_trained_draft_have_equal_bytes(monkeypatch, capsys, folder, tmp_path, drafter):
+    planted(monkeypatch)
+    config = tiny_models.trained_draft(drafter)
+    draft_checkpoint.save_draft(tmp_path, config, draft_checkpoint.random_draft_params(config, 0))
+    words = ["bench", "unified-ab", f"--model={folder / 'target'}", f"--drafter={drafter}", f"--draft_model={tmp_path}"]
+    assert cli.main([*words, *SIZES, "--json=-"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["static"]["kv_bytes"] == memory["unified"]["kv_bytes"]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from jax.experimental import pallas as pl
 from jaxspec import cli, models
 from jaxspec.benchmarks import launches
 from jaxspec.models import draft_checkpoint
-from jaxspec.models.block_config import BlockDraftConfig
-from jaxspec.models.eagle_config import Eagle3Config
 from jaxspec.steps import run_round
 from pallas_kernels import aot
 
@@ -33,15 +31,8 @@ def folder(tmp_path_factory):
         ("glm", tiny_models.GLM_CONFIG),
     ):
         models.save(root / name, config, models.random_params(config, 0), dtype="float32")
-    shape = {"target_layer_ids": (0, 1), "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    block = shape | {"block_size": 4, "mask_token_id": 1, "num_hidden_layers": 2}
-    for config in (
-        BlockDraftConfig("dspark", markov_rank=4, **block),
-        BlockDraftConfig("dflash", sample_from_anchor=False, **block),
-        Eagle3Config(target_hidden_size=32, **shape),
-    ):
-        kind = getattr(config, "algorithm", "eagle3")
+    for kind in ("dspark", "dflash", "eagle3"):
+        config = tiny_models.trained_draft(kind)
         draft_checkpoint.save_draft(root / kind, config, draft_checkpoint.random_draft_params(config, 0))
     return root
 

@@ -8,6 +8,8 @@ import numpy as np
 
 import jaxspec
 from jaxspec import models
+from jaxspec.models.block_config import BlockDraftConfig
+from jaxspec.models.eagle_config import Eagle3Config
 
 WINDOW = 8
 VOCAB = 61
@@ -83,6 +85,16 @@ GLM_CONFIG = models.GlmConfig(
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
+
+
+def trained_draft(kind):
+    """Configuration of a draft that is trained for the tiny target: "dspark", "dflash" or "eagle3"."""
+    shape = {"target_layer_ids": (0, 1), "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    if kind == "eagle3":
+        return Eagle3Config(target_hidden_size=32, **shape)
+    more = {"markov_rank": 4} if kind == "dspark" else {"sample_from_anchor": False}
+    return BlockDraftConfig(kind, block_size=4, mask_token_id=1, num_hidden_layers=2, **shape, **more)
 
 
 @functools.cache
