@@ -2,6 +2,7 @@
 short cycle."""
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -15,16 +16,17 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
 from test_training import SOURCES, made_file
-from tiny_models import FAST_COMPILE
+from tiny_models import FAST_COMPILE, GLM_CONFIG
 
 import jaxspec
-from jaxspec.drafting import train, train_block, train_common, train_target
+from jaxspec.drafting import train, train_block, train_common, train_mtp, train_target
 from jaxspec.drafting.train_common import SHAPES, DraftSettings
 from jaxspec.errors import InputError
 from jaxspec.models import corpus
 from jaxspec.models.checkpoint import Checkpoint, load, random_params, save
 from jaxspec.models.config import Qwen3Config
 from jaxspec.models.draft_checkpoint import load_draft
+from jaxspec.models.glm import Glm
 
 VOCAB, CYCLE, GAMMA = 320, 8, 3
 CONFIG = Qwen3Config(
@@ -191,6 +193,35 @@ def test_the_loss_computes_what_decoding_computes(target, kind, windows):
             previous = jnp.asarray(tokens[0, length : length + GAMMA])
             decoded = decoded + np.asarray(learner.draft.markov(weights.draft, previous))
         np.testing.assert_allclose(decoded[0], trained, rtol=0, atol=2e-5)
+
+
+def test_prediction_blocks_are_trained_alone(tmp_path):
+    params = random_params(GLM_CONFIG, seed=0)
+    blocks = params.pop("mtp")
+    target = Checkpoint(Glm(GLM_CONFIG), params, GLM_CONFIG, tmp_path, blocks)
+    learner = train_mtp.make_learner("mtp", target, SHAPES["tiny"], 2, None, {"masked": "blocks"})
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, GLM_CONFIG.vocab_size, (2, 24)))
+    state = learner.init(jax.random.key(0), target, jnp.ones(1))
+    settings = dataclasses.replace(SETTINGS, adam_rate=1e-2)
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def losses(state):
+        batch = train_target.make_batch(target, (), {"masked": "blocks"})(target.params, tokens)
+
+        def one(state, key):
+            gradients, figures = jax.grad(learner.loss, has_aux=True)(state, batch, key, settings)
+            return jax.tree.map(lambda p, g: p - 0.3 * g, state, gradients), figures["nats"]
+
+        state, nats = jax.lax.scan(one, state, jax.random.split(jax.random.key(1), 30))
+        return state, nats, learner.same(state, batch, jnp.arange(1, 23).reshape(1, -1).repeat(2, axis=0))
+
+    state, nats, same = losses(state)
+    assert nats[-1] < 0.9 * nats[0] and same.shape == (2, 22, 2)
+    learner.save(tmp_path / "out", state, target)
+    stored = learner.restore(tmp_path / "out", target)
+    assert jax.tree.structure(stored) == jax.tree.structure(state)
+    written = load(tmp_path / "out").params["params"]["layers_0"]["down_proj"]
+    np.testing.assert_array_equal(written, np.asarray(params["params"]["layers_0"]["down_proj"].astype(jnp.bfloat16)))
 
 
 def test_position_weights_follow_the_expected_run():

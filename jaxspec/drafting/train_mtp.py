@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -90,8 +91,12 @@ class MTPLearner:
 
     def save(self, folder: pathlib.Path, params: Any, target: Checkpoint) -> None:
         """Writes the whole target with these blocks."""
-        trunk = jax.device_get(target.params)
-        save(folder, target.config, {**trunk, "mtp": jax.device_get(params)}, jnp.bfloat16, target.tokenizer)
+        params = {**jax.device_get(target.params), "mtp": jax.device_get(params)}
+        tokenizer = target.tokenizer if (target.folder / "tokenizer.json").is_file() else None
+        save(folder, target.config, params, jnp.bfloat16, tokenizer)
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            if (target.folder / name).is_file():
+                shutil.copyfile(target.folder / name, folder / name)
 
     def restore(self, folder: pathlib.Path, target: Checkpoint) -> Any:
         return jax.tree.map(jnp.asarray, load(folder).blocks)
