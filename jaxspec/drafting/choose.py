@@ -1,6 +1,7 @@
 """A drafter by its name, for a target that was loaded: what the command line and the benchmarks offer."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from jaxspec.drafting.base import Drafter
@@ -10,7 +11,7 @@ from jaxspec.drafting.eagle import Eagle3Drafter
 from jaxspec.drafting.mtp import MTPDrafter
 from jaxspec.drafting.ngram import NgramDrafter
 from jaxspec.errors import InputError
-from jaxspec.models import Checkpoint, load
+from jaxspec.models import Checkpoint, embedded_names, embedded_path, load
 from jaxspec.models.draft_checkpoint import embedded_draft, load_draft
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def make_drafter(
     if name not in ("draft_lm", *TRAINED) and draft_model is not None:
         raise InputError(f"draft_model={draft_model}: of no use with drafter={name}; leave one of them out")
     if name in TRAINED:
-        folder = embedded_draft(name, target.name) if draft_model is None else draft_model
+        folder = shipped_draft(name, target) if draft_model is None else draft_model
         if folder is None:
             raise InputError(
                 f"drafter={name}: no draft of this kind ships with the library for {target.name!r}; give the folder of "
@@ -57,10 +58,17 @@ def make_drafter(
     return (NgramDrafter() if name == "ngram" else None), ()
 
 
+def shipped_draft(kind: str, target: Checkpoint) -> Path | None:
+    """Folder of the draft of a kind that ships for a target, or None; a folder of one's own that happens to be called
+    as an embedded model is another target."""
+    embedded = target.name in embedded_names() and target.folder == embedded_path(target.name)
+    return embedded_draft(kind, target.name) if embedded else None
+
+
 def fitting_drafters(target: Checkpoint) -> list[str]:
     """Who can draft for a target without a word from the user: drafts that ship for it and its own prediction blocks,
     or else the embedded draft model, where it shares the vocabulary, and n-grams."""
-    trained = [name for name in ("dspark", "eagle3") if embedded_draft(name, target.name)]
+    trained = [name for name in ("dspark", "eagle3") if shipped_draft(name, target)]
     if target.blocks:
         return [*trained, "mtp"]
     return [*trained, *(["draft_lm"] if load("draft").config.vocab_size == target.config.vocab_size else []), "ngram"]
