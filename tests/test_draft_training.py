@@ -236,14 +236,21 @@ def test_position_weights_follow_the_expected_run():
 
 def test_own_text_is_the_targets_and_the_same_again(target, text):
     stream = corpus.read_tokens(text / "train.tokens.xz")
-    writer = train_target.Writer(target, stream, length=38, batch=4, seed=0, text_length=20)
+    writer = train_target.Writer(target, stream, length=40, batch=8, seed=0)  # the shapes of the runs above
     sequences = writer.write(0)
-    assert sequences.shape == (4, 38) and sequences.dtype == np.uint16
+    assert sequences.shape == (8, 40) and sequences.dtype == np.uint16
     np.testing.assert_array_equal(writer.write(0), sequences)
     assert (writer.write(1) != sequences).any()
-    assert (sequences[:, 19] == corpus.END_OF_TEXT_ID).all()
-    written = sequences[:, 9:19].astype(int)  # at most 9 tokens are the corpus's
+    written = sequences[:, 19:].astype(int)  # at most 19 tokens are the corpus's
     assert (written[:, 1:] == written[:, :-1] // CYCLE * CYCLE + (written[:, :-1] + 1) % CYCLE).all()
+
+
+@pytest.mark.slow
+def test_short_texts_follow_each_other(target, text):
+    stream = corpus.read_tokens(text / "train.tokens.xz")
+    sequences = train_target.Writer(target, stream, length=38, batch=4, seed=0, text_length=20).write(0)
+    assert sequences.shape == (4, 38)
+    assert (sequences[:, 19] == corpus.END_OF_TEXT_ID).all()
 
 
 @pytest.mark.parametrize(

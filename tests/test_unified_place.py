@@ -98,7 +98,11 @@ def test_a_generation_leaves_the_pool_in_place(large):
     assert all(leaf.is_deleted() for leaf in leaves)
 
 
-@pytest.mark.parametrize("function", [run_round, run_to_end], ids=["round", "generation"])
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(run_round, marks=pytest.mark.slow), run_to_end],  # a generation holds the round
+    ids=["round", "generation"],
+)
 def test_the_pool_stays_in_place_on_sm_90(function):
     if reason := aot.missing():
         pytest.skip(reason)
