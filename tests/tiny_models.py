@@ -148,10 +148,11 @@ def make_step(drafter, *, target=TARGET, batch=1, page=4, D=4, new=40, **others)
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def round_in_phases(spec, params, state):
-    """A round by its four phases, and what they handed on: (state, (plan, drafts, verdict, output))."""
+    """A round by its phases, and what they handed on: (state, (plan, drafts, verdict, output))."""
     state, plan = jaxspec.prepare(spec, state)
     state, drafts = jaxspec.draft(spec, params, state, plan)
     state, verdict = jaxspec.verify(spec, params, state, plan, drafts)
+    state = jaxspec.extend(spec, params, state, plan, verdict)
     state, output = jaxspec.commit(spec, state, plan, drafts, verdict)
     return state, (plan, drafts, verdict, output)
 

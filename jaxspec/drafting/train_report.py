@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxspec.drafting.base import Drafter
 from jaxspec.drafting.train_common import Batch, Learner
 from jaxspec.errors import InputError
 from jaxspec.generation import Generation, generate
+from jaxspec.generation.accounting import distinct_4gram_ratio
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.corpus import END_OF_TEXT_ID, read_tokens
 from jaxspec.models.heldout import Windows
@@ -24,20 +25,6 @@ from jaxspec.steps import Params
 Array = jax.Array
 
 _EVERY = 8  # one anchor in so many positions of held-out text
-
-
-def distinct_4grams(texts: Sequence[Sequence[int]]) -> float | None:
-    """Distinct runs of four tokens over all of them, each text counted for itself; None without any.
-
-    Text that repeats itself is easy to draft: an accept length says little without this share.
-
-    Example:
-      >>> distinct_4grams([[1, 2, 3, 4, 1, 2, 3, 4, 1]])
-      0.6667
-    """
-    runs = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in texts]
-    total = sum(map(len, runs))
-    return round(sum(len(set(each)) for each in runs) / total, 4) if total else None
 
 
 def heldout_prompts(corpus: pathlib.Path, count: int, length: int, new: int) -> list[np.ndarray]:
@@ -86,12 +73,13 @@ class Rounds:
 
     def figures(self, drafter: Drafter, draft: Any) -> dict[str, Any]:
         """`accept_length`, completion tokens over rounds; `acceptance`, for each draft position the share of rounds
-        that accepted it; `distinct_4grams` of the completions."""
+        that accepted it; `distinct_4grams`, the share of distinct ones in the completions."""
         found = self.run(drafter, draft)
+        distinct = distinct_4gram_ratio(found.token_ids)
         return {
             "accept_length": round(found.accept_length, 4),
             "acceptance": [round(share, 4) for share in found.acceptance_per_position],
-            "distinct_4grams": distinct_4grams(found.token_ids),
+            "distinct_4grams": None if distinct is None else round(distinct, 4),
         }
 
     def describe(self) -> str:
