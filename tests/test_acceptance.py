@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxspec.models.qwen3 import dense_attend
 
 DATA = pathlib.Path(__file__).parent / "data"
 SHAPES = {"num_draft_tokens": 8, "prompt_len": 64, "rounds": 32, "batch_size": 8}
+GREEDY_TOKENS = 64
 # How far acceptance may fall, at any position and in tokens a step for each draft.
 MARGIN = 0.01
 # What was trained, and what it is measured against.
@@ -32,14 +34,30 @@ TRAINED_PAIRS = [(t, k) for t in models.embedded_names() if t != "draft" for k i
 PAIRS = BESIDE + TRAINED_PAIRS
 
 
-@functools.cache
-def measured(target, name):
-    """Figures of a drafter along the excerpts."""
+def excerpts(target, name):
+    """A loaded target, a drafter, the weights of both, and the excerpts."""
     loaded = jaxspec.load_model(target)
     drafter, params = make_drafter(name, loaded)
     texts = acceptance.read_texts(loaded, str(DATA / "heldout.jsonl"))[: SHAPES["batch_size"]]
-    params = jaxspec.Params(loaded.params, params)
-    return acceptance.measure(loaded, drafter, params, texts, **SHAPES, options=FAST_COMPILE)
+    return loaded, drafter, jaxspec.Params(loaded.params, params), texts
+
+
+@functools.cache
+def measured(target, name):
+    """Figures of a drafter along the excerpts."""
+    return acceptance.measure(*excerpts(target, name), **SHAPES, options=FAST_COMPILE)
+
+
+def completed(target, name):
+    """Acceptance per position and tokens a round of greedy completions of the excerpts' beginnings."""
+    loaded, drafter, params, texts = excerpts(target, name)
+    prompts = [text[: SHAPES["prompt_len"]] for text in texts]
+    D = SHAPES["num_draft_tokens"]
+    with mock.patch("jaxspec.steps.step.compiler_options", return_value=FAST_COMPILE):
+        found = jaxspec.generate(
+            loaded.model, params, prompts, drafter=drafter, num_draft_tokens=D, max_new_tokens=GREEDY_TOKENS
+        )
+    return {"acceptance": found.acceptance_per_position, "accept_length": found.accept_length}
 
 
 def recorded():
@@ -59,9 +77,17 @@ def test_the_drafts_that_ship_are_accepted_as_often_as_they_were(target, name):
     assert found.tokens_per_step >= want["tokens_per_step"] - MARGIN
 
 
+@pytest.mark.parametrize(("target", "name"), TRAINED_PAIRS)
+def test_greedy_completions_accept_as_many_as_they_did(target, name):
+    want, found = recorded()["greedy"][f"{target} {name}"], completed(target, name)
+    assert np.all(np.array(found["acceptance"]) >= np.array(want["acceptance"]) - MARGIN)
+    assert found["accept_length"] >= want["accept_length"] - MARGIN
+
+
 def test_every_draft_that_ships_is_recorded():
-    record = recorded()["along"]
-    assert sorted(record) == sorted(" ".join(pair) for pair in PAIRS)
+    record = recorded()
+    assert sorted(record["along"]) == sorted(" ".join(pair) for pair in PAIRS)
+    assert sorted(record["greedy"]) == sorted(" ".join(pair) for pair in TRAINED_PAIRS)
 
 
 # How it is measured
@@ -200,4 +226,6 @@ def test_a_line_that_is_no_text_is_refused(capsys, tmp_path):
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     figures = {f"{target} {name}": measured(target, name).to_json() for target, name in PAIRS}
-    (DATA / "acceptance.json").write_text(json.dumps({"shapes": SHAPES, "along": figures}, indent=1) + "\n")
+    greedy = {f"{target} {name}": completed(target, name) for target, name in TRAINED_PAIRS}
+    record = {"shapes": SHAPES, "along": figures, "greedy": greedy}
+    (DATA / "acceptance.json").write_text(json.dumps(record, indent=1) + "\n")
