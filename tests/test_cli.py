@@ -2,70 +2,31 @@
 
 import io
 import json
-import logging
-import os
-import pathlib
 import signal
 import subprocess
 import sys
 
+import cli_cases
 import pytest
-import tiny_models
-import tokenizers
+from cli_cases import CONTEXT, SHAPES, fake_runs, run, write_models
 
-from jaxspec import Generation, InputError, RequestResult, cli, models
-from jaxspec.cli import environment, prompts, report, switches
+from jaxspec import InputError, cli, models
+from jaxspec.cli import environment, prompts
 from jaxspec.cli import generate as command
-from jaxspec.cli.jsonfile import JsonFile
-from jaxspec.cli.screen import Screen
-from jaxspec.cli.stream import Completions, TextStream
-from jaxspec.models import draft_checkpoint
-from jaxspec.models.block_config import BlockDraftConfig
-from jaxspec.models.eagle_config import Eagle3Config
-from jaxspec.steps import fusion
-from pallas_kernels import BackendChoice
-
-CONTEXT = 128
-# Shapes that the tests share, so that they share compiled programs.
-SHAPES = ["--num_draft_tokens=3", "--max_new_tokens=9", "--page_size=16", "--batch_size=2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compile():
-    """What runs here is small; a process of its own compiles as users do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxspec.steps.step.compiler_options", lambda: tiny_models.FAST_COMPILE)
-        yield
+    patch = cli_cases.quick_compile()
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with two random models over one byte-level vocabulary: target and draft."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["import os\nimport sys\n\ndef main():\n    return 1\n"], trainer)
+    """A folder with two random models: target and draft."""
     root = tmp_path_factory.mktemp("models")
-    for name, windows, seed in (("target", (8, None), 0), ("draft", (None,), 1)):
-        config = models.Qwen3Config(
-            vocab_size=280,
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=len(windows),
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=CONTEXT,
-            windows=windows,
-            eos_token_ids=(0,),
-        )
-        models.save(root / name, config, models.random_params(config, seed), tokenizer=tokenizer)
+    write_models(root)
     return root
 
 
@@ -79,41 +40,6 @@ def prompt_file(folder):
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     return path
-
-
-def run(capsys, *words):
-    """Exit status, standard output and standard error of a command line."""
-    status = cli.main([str(word) for word in words])
-    return status, *capsys.readouterr()
-
-
-def fake_runs(monkeypatch, *completions, reason="length", stop_string=None):
-    """Replaces decoding: call i answers every prompt with `completions[i]`. Returns the settings of all calls."""
-    answers, asked = iter(completions), []
-
-    def answer(target, params, batch, *, config, max_new_tokens, temperature, **settings):
-        if max_new_tokens == 1:  # one token is asked for to compile
-            ids = [0]
-        else:
-            ids = next(answers)
-            asked.append({"config": config, "temperature": temperature, **settings})
-        rounds = len(ids) - 1
-        results = [
-            RequestResult(
-                ids,
-                reason,
-                rounds,
-                [1] * rounds,
-                [0] * rounds,
-                rule=config.sampling if t > 0 else "greedy",
-                stop_string=stop_string,
-            )
-            for t in temperature
-        ]
-        return Generation(results, config.num_draft_tokens, 0.5, 3)
-
-    monkeypatch.setattr(command, "run_generation", answer)
-    return asked
 
 
 @pytest.fixture(scope="module")
@@ -235,136 +161,6 @@ def test_running_out_of_pages_is_exit_status_1(capsys, monkeypatch, folder):
     status, _, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=import", "--nocheck_exact")
     assert status == 1
     assert "raise --num_pages" in err
-
-
-# Sampling and stops
-
-
-def test_every_prompt_has_a_seed_of_its_own_and_settings_reach_the_run(capsys, monkeypatch, folder):
-    asked = fake_runs(monkeypatch, [5, 6, 7], [5, 6, 7], stop_string="\n\n", reason="stop_string")
-    words = ["--prompt=import", "--prompt=def", "--temperature=0.7", "--top_k=9", "--top_p=0.9", f"--seed={2**32 - 1}"]
-    status, out, err = run(
-        capsys, "generate", f"--model={folder / 'target'}", *words, "--stop=\n\n", "--stop=end", "--json=-"
-    )
-    assert status == 0
-    both = asked  # speculative and plain
-    assert [each["seed"] for each in both] == [[2**32 - 1, 0]] * 2
-    assert [(each["temperature"], each["top_k"], each["top_p"]) for each in both] == [
-        ([0.7] * 2, [9] * 2, [0.9] * 2)
-    ] * 2
-    assert [each["config"].sampling for each in both] == ["match"] * 2  # look-up has no distribution
-    assert all(each["stop_strings"].strings == ("\n\n", "end") for each in both)
-    result = json.loads(out)
-    assert [r["sampling"]["seed"] for r in result["requests"]] == [2**32 - 1, 0]
-    assert [(r["rule"], r["stop_string"]) for r in result["requests"]] == [("match", "\n\n")] * 2
-    assert result["environment"]["flags"]["temperature"] == 0.7
-    assert "== prompt-0: 1 prompt tokens, temperature 0.7, top_k 9, top_p 0.9, seed 4294967295, rule match" in err
-    assert "stop '\\n\\n'" in err and "yes, all 2" in err
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_what_is_drawn_by_another_rule_is_not_compared(capsys, monkeypatch, folder, rule):
-    """One line says so; no plain decoding runs, and the ids are no error."""
-    asked = fake_runs(monkeypatch, [5, 6, 7])
-    words = [f"--model={folder / 'target'}", f"--draft_model={folder / 'draft'}", "--prompt=import"]
-    words += ["--temperature=0.7"] + (["--verifier=block"] if rule == "block" else [])
-    status, out, err = run(capsys, "generate", *words)
-    assert (status, len(asked)) == (0, 1)
-    assert asked[0]["config"].sampling == rule
-    lines = [line for line in err.splitlines() if "same law" in line]
-    assert lines == [f"{rule} draws other ids than plain decoding, by the same law: no request is compared"]
-    assert f"rule {rule}" in out and "ids equal plain    not checked" in out
-
-
-def test_greedy_rows_of_a_mixed_run_are_compared(capsys, monkeypatch, folder, tmp_path):
-    """Each line of a prompt file may sample its own way."""
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a", "temperature": 1.5, "seed": 9}\n{"prompt": "b"}\n')
-    words = ["generate", f"--model={folder / 'target'}", f"--draft_model={folder / 'draft'}", f"--prompt_file={path}"]
-    asked = fake_runs(monkeypatch, [5, 6, 7], [5, 6, 7])
-    status, out, err = run(capsys, *words, "--json=-")
-    assert status == 0
-    assert [(each["temperature"], each["seed"]) for each in asked] == [([1.5, 0], [9, 1])] * 2
-    assert [each["config"].sampling for each in asked] == ["rejection", "match"]
-    assert [r["exact_match"] for r in json.loads(out)["requests"]] == [None, True]
-    assert json.loads(out)["aggregate"]["exact_match"] is True
-    assert "of 2 requests 1 is compared" in err and "ids equal plain    yes\n" in err
-    fake_runs(monkeypatch, [5, 6, 7], [5, 6, 8])
-    status, _, err = run(capsys, *words)
-    assert status == 1
-    assert "request line-2 differs from plain decoding at completion token 2: speculative 7, plain 8" in err
-
-
-@pytest.mark.slow
-def test_sampled_ids_equal_plain_decoding_and_end_at_a_string(capsys, folder):
-    words = ["generate", f"--model={folder / 'target'}", "--drafter=ngram", *SHAPES, "--loop=device", "--json=-"]
-    words += ["--prompt=import os", "--temperature=2", "--seed=5", "--ignore_eos"]
-    status, out, _ = run(capsys, *words)
-    request = json.loads(out)["requests"][0]
-    assert (status, request["exact_match"], request["rule"]) == (0, True, "match")
-    assert request["finish_reason"] == "length" and len(set(request["token_ids"])) > 2
-    target = models.load(folder / "target")
-    texts = [target.decode([i]) for i in request["token_ids"]]
-    string = next(text for text in texts[3:] if text and "\ufffd" not in text)
-    status, out, _ = run(capsys, *words, f"--stop={string}")
-    stopped = json.loads(out)["requests"][0]
-    assert (status, stopped["finish_reason"], stopped["stop_string"]) == (0, "stop_string", string)
-    count = len(stopped["token_ids"])
-    assert stopped["token_ids"] == request["token_ids"][:count]
-    assert string in target.decode(stopped["token_ids"]) and string not in target.decode(stopped["token_ids"][:-1])
-
-
-# Drafts that are trained for a target
-
-
-@pytest.fixture(scope="module")
-def drafts(folder):
-    """Folders of random drafts for the target: blocks of 4 tokens, of 3 behind an anchor's row, and a chain."""
-    common = {
-        "target_layer_ids": (0, 1),
-        "vocab_size": 280,
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": CONTEXT,
-    }
-    block = common | {"mask_token_id": 1, "num_hidden_layers": 1}
-    configs = {
-        "dspark": BlockDraftConfig("dspark", block_size=4, markov_rank=4, **block),
-        "dflash": BlockDraftConfig("dflash", block_size=4, sample_from_anchor=False, **block),
-        "eagle3": Eagle3Config(target_hidden_size=24, **common),
-    }
-    for kind, config in configs.items():
-        draft_checkpoint.save_draft(folder / kind, config, draft_checkpoint.random_draft_params(config, 0))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("kind", "drafter", "most"),
-    [("dspark", "DSparkDrafter", 5), ("dflash", "DFlashDrafter", 4), ("eagle3", "Eagle3Drafter", 8)],
-)
-def test_trained_drafts_by_their_folder(capsys, monkeypatch, drafts, kind, drafter, most):
-    """The rows of a round are by default no more than a block proposes; who asks for more is told."""
-    words = ["generate", f"--model={drafts / 'target'}", f"--drafter={kind}", f"--draft_model={drafts / kind}"]
-    words += ["--prompt=import"]
-    asked = fake_runs(monkeypatch, [5, 6], [5, 6])
-    status, out, _ = run(capsys, *words, "--temperature=0.5", "--json=-")
-    ran = json.loads(out)["environment"]
-    assert (status, ran["drafter"], ran["config"]["num_draft_tokens"]) == (0, drafter, most)
-    assert asked[0]["config"].sampling == "rejection"
-    if most < 8:
-        status, _, err = run(capsys, *words, "--num_draft_tokens=8")
-        assert status == 2 and f"use at most {most}" in err.splitlines()[-1]
-    status, _, err = run(capsys, *words[:2], f"--drafter={kind}", "--prompt=a")
-    assert status == 2 and f"drafter={kind}: no draft of this kind ships" in err.splitlines()[-1]
-
-
-def test_a_draft_of_another_kind_is_refused(capsys, drafts):
-    words = ["generate", f"--model={drafts / 'target'}", "--drafter=dspark", f"--draft_model={drafts / 'eagle3'}"]
-    status, _, err = run(capsys, *words, "--prompt=a")
-    assert status == 2 and "a draft of kind 'eagle3'" in err.splitlines()[-1]
 
 
 def test_ctrl_c_leaves_no_file(capsys, monkeypatch, folder, tmp_path):
@@ -585,200 +381,6 @@ def test_generate_gives_the_advice_once(capsys, monkeypatch, folder):
     _, out, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=import")
     assert err.splitlines().count("planted advice") == 1
     assert "planted" not in out
-
-
-# Sparse layers, prediction blocks and the switch of their metadata
-
-
-@pytest.fixture(scope="module")
-def sparse(folder):
-    """The words of a run of a model with sparse layers and a prediction block, without a tokenizer."""
-    models.save(folder / "glm", tiny_models.GLM_CONFIG, models.random_params(tiny_models.GLM_CONFIG, 0))
-    (folder / "ids.jsonl").write_text('{"token_ids": [1, 2, 3]}')
-    return ["generate", f"--model={folder / 'glm'}", f"--prompt_file={folder / 'ids.jsonl'}", "--json=-"]
-
-
-def test_prediction_blocks_draft_by_default_and_pages_hold_64_pools(capsys, monkeypatch, sparse):
-    monkeypatch.delenv(switches.KPOOL_METADATA_FUSION, raising=False)
-    for words in ([], ["--drafter=mtp"]):
-        fake_runs(monkeypatch, [5, 6], [5, 6])
-        status, out, err = run(capsys, *sparse, *words)
-        ran = json.loads(out)["environment"]
-        assert status == 0
-        assert (ran["drafter"], ran["config"]["page_size"]) == ("MTPDrafter", 256)
-        assert (ran["kpool_metadata"], ran["config"]["kpool_metadata_fusion"]) == ("ordinary", False)
-        assert "kpool_metadata_fusion" not in err
-    fake_runs(monkeypatch, [5, 6], [5, 6])
-    ran = json.loads(run(capsys, *sparse, "--drafter=ngram", "--page_size=32")[1])["environment"]
-    assert (ran["drafter"], ran["config"]["page_size"]) == ("NgramDrafter", 32)
-
-
-def test_a_dense_model_has_no_metadata_to_fuse_and_pages_of_64(capsys, monkeypatch, folder):
-    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
-    fake_runs(monkeypatch, [5, 6], [5, 6])
-    _, out, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=import", "--json=-")
-    ran = json.loads(out)["environment"]
-    assert (ran["kpool_metadata"], ran["config"]["page_size"]) == (None, 64)
-    assert "kpool_metadata_fusion" not in err
-
-
-@pytest.mark.parametrize(
-    ("device", "words", "ran", "line"),
-    [
-        ("cpu", [], "ordinary", "warning: kpool_metadata_fusion is not used: it takes a CUDA device"),
-        ("gpu", ["--page_size=64"], "ordinary", "warning: kpool_metadata_fusion is not used: pool 4, attention pages"),
-        ("gpu", [], "fused", "kpool_metadata_fusion: one kernel a forward prepares the metadata, 4 tokens a pool"),
-    ],
-)
-def test_the_switch_asks_for_fused_metadata_and_is_answered_once(capsys, monkeypatch, sparse, device, words, ran, line):
-    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
-    backend = {"cpu": "reference", "gpu": "triton"}[device]
-    choice = BackendChoice("kpool_metadata", backend, f"found {device}")
-    monkeypatch.setattr(fusion, "explain_backends", lambda: [choice])
-    fake_runs(monkeypatch, [5, 6], [5, 6])
-    status, out, err = run(capsys, *sparse, *words)
-    environment = json.loads(out)["environment"]
-    assert status == 0
-    assert environment["kpool_metadata"] == ran and environment["config"]["kpool_metadata_fusion"]
-    assert [told for told in err.splitlines() if "kpool_metadata_fusion" in told] == [
-        told for told in err.splitlines() if told.startswith(line)
-    ]
-    assert err.count("kpool_metadata_fusion") == 1
-
-
-def test_lines_of_the_log_end_with_the_command(capsys, monkeypatch, sparse):
-    logger = logging.getLogger("jaxspec")
-    before = logger.level, list(logger.handlers)
-    fake_runs(monkeypatch, [5, 6], [5, 6])
-    run(capsys, *sparse)
-    assert (logger.level, logger.handlers) == before
-
-
-@pytest.mark.parametrize("value", ["yes", "2", " "])
-@pytest.mark.parametrize("command", ["generate", "doctor", "bench unified-ab", "bench launches"])
-def test_another_value_of_the_switch_is_one_line_and_exit_status_2(capsys, monkeypatch, command, value):
-    monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, value)
-    status, out, err = run(capsys, *command.split())
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1].startswith(f"error: {switches.KPOOL_METADATA_FUSION}={value!r}: must be 1")
-
-
-@pytest.mark.parametrize(
-    ("value", "device", "parts"),
-    [
-        (None, "cpu", ["separate operations", "=1 asks for"]),
-        ("0", "cpu", ["separate operations", "=1 asks for"]),
-        ("1", "cpu", ["separate operations", "takes a CUDA device", "cpu"]),
-        ("1", "gpu", ["one kernel a forward"]),
-    ],
-)
-def test_doctor_tells_of_the_switch(capsys, monkeypatch, value, device, parts):
-    monkeypatch.delenv(switches.KPOOL_METADATA_FUSION, raising=False)
-    if value is not None:
-        monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, value)
-    described = environment.describe() | {"backend": device}
-    monkeypatch.setattr(environment, "describe", lambda: described)
-    status, out, _ = run(capsys, "doctor")
-    line = next(line for line in out.splitlines() if line.startswith("metadata of sparse layers"))
-    assert status == 0
-    assert all(part in line for part in (*parts, switches.KPOOL_METADATA_FUSION))
-    found = json.loads(run(capsys, "doctor", "--json=-")[1])["kpool_metadata_fusion"]
-    assert found == {"switch": switches.KPOOL_METADATA_FUSION, "requested": value == "1"}
-
-
-def test_a_model_without_prediction_blocks_cannot_draft_with_them(capsys, folder):
-    status, _, err = run(capsys, "generate", f"--model={folder / 'target'}", "--prompt=a", "--drafter=mtp")
-    assert status == 2
-    assert "has no MTP block" in err.splitlines()[-1]
-
-
-def test_characters_that_span_tokens_are_held_back():
-    word = "né — 汉字 🙂"
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
-    parts = [stream.push([byte]) for byte in word.encode()]
-    assert "".join(parts) == word
-    assert not any("\ufffd" in part for part in parts)
-    assert stream.end() == ""
-
-
-def test_bytes_that_never_become_a_character_are_shown_at_the_end():
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
-    assert [stream.push([97]), stream.push([0xF0]), stream.end()] == ["a", "", "\ufffd"]
-
-
-def lines_of(*events):
-    """What `Completions` prints for two requests 'a' and 'b' under a byte decoder."""
-    out = io.StringIO()
-    requests = [prompts.Prompt(name, name, text=name, token_ids=[ord(name)]) for name in "ab"]
-    completions = Completions(Screen(out, io.StringIO()), requests, lambda ids: bytes(ids).decode(errors="replace"))
-    seen = []
-    for index, text in events:
-        completions.end(index) if text is None else completions.add(index, text.encode())
-        seen.append(out.getvalue())
-    return seen
-
-
-def test_the_first_request_streams_by_lines_and_the_second_waits():
-    seen = lines_of((0, "one\ntw"), (1, "other\n"), (0, "o\n"), (1, "end"), (0, None), (1, None), (1, None))
-    title = "== a: 1 prompt tokens\n| a\n-> "
-    assert seen[0] == seen[1] == title + "one\n"
-    assert seen[2] == seen[3] == title + "one\ntwo\n"
-    assert seen[4] == seen[2] + "\n== b: 1 prompt tokens\n| b\n-> other\n"
-    assert seen[5] == seen[6] == seen[4] + "end\n\n"
-
-
-def test_an_empty_completion_still_has_its_title():
-    assert lines_of((0, None))[0].startswith("== a:")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_a_progress_line_that_is_taken_away():
-    out, err = io.StringIO(), Terminal()
-    screen = Screen(out, err)
-    with screen.task("work", "compiling"):
-        screen.progress(0.5, "accept length 2.50")
-        screen.write("a line\n")
-        assert "[##########..........]  50%" in err.getvalue()
-        assert "accept length 2.50" in err.getvalue()
-    assert err.getvalue().endswith("\r\x1b[K")
-    assert out.getvalue() == "a line\n"
-
-
-def test_escape_sequences_in_a_completion_are_shown_and_not_obeyed():
-    out = io.StringIO()
-    Screen(out, io.StringIO()).write("a\x1b[2J\tb\r\x9b\n")
-    assert out.getvalue() == "a\\x1b[2J\tb\\x0d\\x9b\n"
-
-
-def test_json_has_no_word_for_what_is_not_a_number(tmp_path):
-    path = tmp_path / "out.json"
-    JsonFile(str(path)).write({"a": [float("nan"), float("inf"), 1.0], "b": "é \ud800"})
-    assert json.loads(path.read_text()) == {"a": [None, None, 1.0], "b": "é ?"}
-
-
-def test_a_device_is_written_to_and_not_replaced():
-    JsonFile(os.devnull).write({"a": 1})
-    assert pathlib.Path(os.devnull).is_char_device()
-
-
-def test_a_link_stays_a_link(tmp_path):
-    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
-    JsonFile(str(tmp_path / "link.json")).write({"a": 1})
-    assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
-
-
-def test_distinct_4gram_ratio():
-    assert report.distinct_4gram_ratio([]) is None
-    assert report.distinct_4gram_ratio([[1, 2, 3]]) is None
-    assert report.distinct_4gram_ratio([[1, 2, 3, 4]]) == 1
-    assert report.distinct_4gram_ratio([[1] * 7]) == 1 / 4
-    # The same run in two completions is no repetition.
-    assert report.distinct_4gram_ratio([[1, 2, 3, 4], [1, 2, 3, 4]]) == 1
 
 
 def python_m(*words, **settings):
