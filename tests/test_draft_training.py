@@ -25,7 +25,7 @@ from jaxspec.errors import InputError
 from jaxspec.models import corpus
 from jaxspec.models.checkpoint import Checkpoint, load, random_params, save
 from jaxspec.models.config import Qwen3Config
-from jaxspec.models.draft_checkpoint import load_draft
+from jaxspec.models.draft_checkpoint import load_draft, shared_arrays
 from jaxspec.models.glm import Glm
 
 VOCAB, CYCLE, GAMMA = 320, 8, 3
@@ -167,7 +167,7 @@ def test_the_loss_computes_what_decoding_computes(target, kind, windows):
             jax.debug.callback(lambda rows: seen.append(np.asarray(rows)), logits)
             return super().choose(params, logits, *others)
 
-    shared = train_target.shared_arrays(target)
+    shared = shared_arrays(target.params)
     weights = learner.decode_params(params, shared, jnp.float32)
     prompt = np.random.default_rng(1).integers(0, VOCAB, 13)
     shape = {"batch_size": 1, "context_len": 64, "max_new_tokens": 6, "page_size": 4, "prefill_chunk": 8}

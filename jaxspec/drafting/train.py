@@ -37,9 +37,10 @@ from jaxspec.drafting import DraftLM, NgramDrafter
 from jaxspec.drafting.train_common import SHAPES, DraftSettings, Learner
 from jaxspec.drafting.train_loop import Keeper, Loop, Progress, Texts, make_dispatch, make_state
 from jaxspec.drafting.train_report import Rounds, heldout_prompts, make_same, plot, teacher_forced
-from jaxspec.drafting.train_target import Writer, feature_scales, make_batch, shared_arrays
+from jaxspec.drafting.train_target import Writer, feature_scales, make_batch
 from jaxspec.errors import InputError
 from jaxspec.models.checkpoint import Checkpoint, load
+from jaxspec.models.draft_checkpoint import shared_arrays
 from jaxspec.models.glm_config import GlmConfig
 from jaxspec.models.heldout import describe, read_windows
 from jaxspec.models.train import Budget, prove, write_json
@@ -144,7 +145,7 @@ def train(
         module = importlib.import_module(DRAFTERS[plan.kind])
         return module.make_learner(plan.kind, target, SHAPES[plan.preset], plan.num_drafts, plan.taps, choice)
 
-    learner, shared = make_learner(choice), shared_arrays(target)
+    learner, shared = make_learner(choice), shared_arrays(target.params)
     keeper = Keeper(out / "checkpoints")
     try:
         progress, about = Progress(), _about(target, plan, settings, learner)

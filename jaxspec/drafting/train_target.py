@@ -19,6 +19,7 @@ from jaxspec.drafting.train_common import Batch
 from jaxspec.generation import generate
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.corpus import END_OF_TEXT_ID
+from jaxspec.models.draft_checkpoint import shared_arrays
 from jaxspec.models.glm import Glm
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.train_attention import attend_with
@@ -29,16 +30,6 @@ from jaxspec.steps import Params
 Array = jax.Array
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the target's own texts, in turn
-
-
-def shared_arrays(target: Checkpoint) -> dict[str, Array]:
-    """The target's arrays that a draft computes with."""
-    return _shared(target.params)
-
-
-def _shared(params):
-    tree = params["params"]
-    return {name: tree[name] for name in ("embed_tokens", "lm_head") if name in tree}
 
 
 def make_batch(target: Checkpoint, taps: tuple[int, ...], attention: dict[str, str]) -> Callable[[Any, Array], Batch]:
@@ -61,7 +52,7 @@ def make_batch(target: Checkpoint, taps: tuple[int, ...], attention: dict[str, s
         else:
             attend = attend_with(module.config.windows, **attention)
         logits, rows, _ = module.apply(params, tokens, positions, attend, cache, taps=taps, **carried)
-        return jax.lax.stop_gradient(Batch(tokens, rows, logits, _shared(params)))
+        return jax.lax.stop_gradient(Batch(tokens, rows, logits, shared_arrays(params)))
 
     return batch
 

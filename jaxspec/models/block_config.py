@@ -6,7 +6,16 @@ import dataclasses
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.models.config import DEFAULT_CONTEXT, DEFAULT_EPS, DEFAULT_THETA, FULL, SLIDING, is_int
+from jaxspec.models.config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_EPS,
+    DEFAULT_THETA,
+    FULL,
+    SLIDING,
+    check_heads,
+    check_sizes,
+    is_int,
+)
 
 DSPARK, DFLASH = "dspark", "dflash"
 
@@ -77,13 +86,10 @@ class BlockDraftConfig:
         object.__setattr__(self, "causal", tuple(self.causal) or slides)
         if self.algorithm not in (DSPARK, DFLASH):
             raise InputError(f"algorithm is {self.algorithm!r}: it must be {DSPARK!r} or {DFLASH!r}")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
+        check_sizes(self, _SIZES)
         if self.num_drafts < 1:
             raise InputError("block_size is 1: a DFLASH block is the newest token and a mask, or more; give at least 2")
-        self._check_heads()
+        check_heads(self)
         self._check_layers(slides)
         self._check_target()
         if self.algorithm == DSPARK and (not is_int(self.markov_rank) or self.markov_rank < 1):
@@ -95,19 +101,6 @@ class BlockDraftConfig:
                 f"markov_rank={self.markov_rank}, sample_from_anchor={self.sample_from_anchor}: a DFLASH draft has no "
                 "Markov head and drops the row of the newest token; give 0 and False"
             )
-
-    def _check_heads(self):
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"num_attention_heads is {self.num_attention_heads}: it must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise InputError(f"head_dim is {self.head_dim}: rotary embedding pairs channels, so it must be even")
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise InputError(f"{name} is {value!r}: it must be a number above 0")
 
     def _check_layers(self, slides):
         for name in ("windows", "causal"):

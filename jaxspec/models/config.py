@@ -7,7 +7,7 @@ attention biases, quantised weights) is an error here, at reading, and never a s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.errors import InputError
@@ -67,21 +67,8 @@ class Qwen3Config:
     def __post_init__(self):
         object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.num_hidden_layers)
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"num_attention_heads is {self.num_attention_heads}: it must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise InputError(f"head_dim is {self.head_dim}: rotary embedding pairs channels, so it must be even")
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise InputError(f"{name} is {value!r}: it must be a number above 0")
+        check_sizes(self, _SIZES)
+        check_heads(self)
         if len(self.windows) != self.num_hidden_layers:
             raise InputError(
                 f"windows has {len(self.windows)} entries for {self.num_hidden_layers} layers: give one a layer"
@@ -202,6 +189,29 @@ def eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 def is_int(value: Any) -> bool:
     """Whether it is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_sizes(config: Any, names: Iterable[str]) -> None:
+    """Raises InputError unless these fields of a configuration are integers of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not is_int(value) or value < 1:
+            raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
+
+
+def check_heads(config: Any) -> None:
+    """Raises InputError unless query heads share K/V heads evenly, and norm and rotary embedding are possible."""
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise InputError(
+            f"num_attention_heads is {config.num_attention_heads}: it must be a multiple of "
+            f"num_key_value_heads ({config.num_key_value_heads})"
+        )
+    if config.head_dim % 2:
+        raise InputError(f"head_dim is {config.head_dim}: rotary embedding pairs channels, so it must be even")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InputError(f"{name} is {value!r}: it must be a number above 0")
 
 
 def read_size(config: Mapping[str, Any], name: str) -> int:

@@ -109,7 +109,9 @@ def load_draft(
         raise InputError(f"{folder}: {error}") from None
 
     notes = (*form.notes(settings), *([f"not read: {', '.join(sorted(extra))}"] if extra else []))
-    return DraftCheckpoint(form.kind, form.build(config, dtype), {"draft": tree, **_shared(target)}, folder, notes)
+    return DraftCheckpoint(
+        form.kind, form.build(config, dtype), {"draft": tree, **shared_arrays(target.params)}, folder, notes
+    )
 
 
 def save_draft(
@@ -201,5 +203,6 @@ def _format_for(config: DraftConfig) -> DraftFormat:
     return FORMATS[config.algorithm] if isinstance(config, BlockDraftConfig) else EAGLE3_FORMAT
 
 
-def _shared(target: Checkpoint) -> dict[str, Any]:
-    return {name: value for name, value in target.params["params"].items() if name in ("embed_tokens", "lm_head")}
+def shared_arrays(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a target's params the arrays that a draft computes with: embedding, and head where it is one of its own."""
+    return {name: value for name, value in params["params"].items() if name in ("embed_tokens", "lm_head")}

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.models.config import DEFAULT_EPS, is_int, read_rope, read_size, refuse_unsupported
+from jaxspec.models.config import (
+    DEFAULT_EPS,
+    check_heads,
+    check_sizes,
+    is_int,
+    read_rope,
+    read_size,
+    refuse_unsupported,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 DEFAULT_TAPS = 3
@@ -68,17 +76,8 @@ class Eagle3Config:
 
     def __post_init__(self):
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"num_attention_heads is {self.num_attention_heads}: it must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise InputError(f"head_dim is {self.head_dim}: rotary embedding pairs channels, so it must be even")
+        check_sizes(self, _SIZES)
+        check_heads(self)
         if not self.target_layer_ids or not all(is_int(layer) and layer >= 0 for layer in self.target_layer_ids):
             raise InputError(
                 f"target_layer_ids is {self.target_layer_ids!r}: name at least one layer of the target, from 0"
