@@ -236,7 +236,7 @@ def test_a_draft_of_another_target():
     for change, words in (
         ({"vocab_size": 99}, "the draft has 99 tokens, the target 61"),
         ({"max_position_embeddings": T - 1}, f"the draft's context of {T - 1} is below context_len={T}"),
-        ({"target_layer_ids": (0, 2)}, r"target layers \[0, 2\]: the target has 2"),
+        ({"target_layer_ids": (0, 2)}, r"layers=\(0, 2\): the target has 2"),
     ):
         drafter = jaxspec.DSparkDrafter(BlockDraft(dataclasses.replace(config, **change)))
         with pytest.raises(InputError, match=words):

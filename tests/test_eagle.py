@@ -249,7 +249,7 @@ def test_drafts_of_another_target():
     for change, words in (
         ({"vocab_size": VOCAB + 1}, f"is for {VOCAB + 1} tokens, and the target has {VOCAB}"),
         ({"max_position_embeddings": 63}, "context of 63 is below context_len=64"),
-        ({"target_layer_ids": (0, 2)}, r"target layers \[0, 2\]: the target has 2"),
+        ({"target_layer_ids": (0, 2)}, r"layers=\(0, 2\): the target has 2"),
     ):
         drafter = jaxspec.Eagle3Drafter(Eagle3(dataclasses.replace(DRAFT, **change)))
         with pytest.raises(InputError, match=words):
