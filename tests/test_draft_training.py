@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("optax")
-pytest.importorskip("orbax.checkpoint")
+for package in ("optax", "orbax.checkpoint", "matplotlib"):  # the extra `train`
+    pytest.importorskip(package)
 
 from test_training import SOURCES, made_file
 from tiny_models import FAST_COMPILE, GLM_CONFIG
