@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-for package in ("optax", "orbax.checkpoint", "matplotlib"):  # the extra `train`
-    pytest.importorskip(package)
+pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("matplotlib")  # the last of the extra `train`
 
 from test_training import SOURCES, made_file
 from tiny_models import FAST_COMPILE, GLM_CONFIG
