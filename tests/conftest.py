@@ -15,7 +15,7 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 
 
 # A process may have 65,530 mappings on most machines, and dies of one more; each compiled program takes some.
-MANY_MAPPINGS = 20_000
+MANY_MAPPINGS = 30_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 optax = pytest.importorskip("optax")
+pytest.importorskip("matplotlib")  # with it, all of the extra `train` is there
 
 from tiny_models import FAST_COMPILE  # noqa: E402
 
