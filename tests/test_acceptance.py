@@ -77,7 +77,10 @@ def test_the_drafts_that_ship_are_accepted_as_often_as_they_were(target, name):
     assert found.tokens_per_step >= want["tokens_per_step"] - MARGIN
 
 
-@pytest.mark.parametrize(("target", "name"), TRAINED_PAIRS)
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (pair != ("target", "eagle3"))) for pair in TRAINED_PAIRS],
+)
 def test_greedy_completions_accept_as_many_as_they_did(target, name):
     want, found = recorded()["greedy"][f"{target} {name}"], completed(target, name)
     assert np.all(np.array(found["acceptance"]) >= np.array(want["acceptance"]) - MARGIN)

@@ -278,7 +278,11 @@ def test_plain_decoding(greedy):
 
 @pytest.mark.parametrize(
     ("drafter", "batch", "page", "D", "repeats", "quick"),
-    [("ngram", 1, 64, 8, 1, True), ("draft_lm", 3, 16, 4, 1, False), ("draft_lm", 1, 128, 8, 40, True)],
+    [
+        ("ngram", 1, 64, 8, 1, True),
+        ("draft_lm", 3, 16, 4, 1, False),
+        pytest.param("draft_lm", 1, 128, 8, 40, True, marks=pytest.mark.slow),
+    ],
 )
 def test_embedded_models(request, drafter, batch, page, D, repeats, quick):
     """One of them as users compile it."""
