@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
-pytest.importorskip("matplotlib")  # with it, all of the extra `train` is there
+pytest.importorskip("matplotlib")  # of the extra `train`; flax brings the rest of it along
 
 from test_training import SOURCES, made_file
 from tiny_models import FAST_COMPILE, GLM_CONFIG

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 optax = pytest.importorskip("optax")
-pytest.importorskip("matplotlib")  # with it, all of the extra `train` is there
+pytest.importorskip("matplotlib")  # of the extra `train`; flax brings the rest of it along
 
 from tiny_models import FAST_COMPILE  # noqa: E402
 
