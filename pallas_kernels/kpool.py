@@ -8,14 +8,15 @@ from pallas_kernels import backend as backends
 from pallas_kernels import buffers, kpool_lengths, kpool_places, kpool_tables, operands
 from pallas_kernels.buffers import PackedMetadata
 from pallas_kernels.kpool_call import Call, check_pool
-from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.operands import Inputs
+from pallas_kernels.span import Span
 from pallas_kernels.views import Array
 
 MODES = ("decode", "verify", "draft_extend", "mtp_precompute")
+WINDOW = ("virtual_loc", "full_loc", "positions", "anchor_ids")
 PACKED = ("cache_seqlens", "cu_seqlens_k", "cu_seqlens_q", *kpool_lengths.OUTPUTS, *kpool_tables.TABLES)
-PACKED += (*kpool_places.WINDOW, *kpool_places.PLAN, "schedule")
+PACKED += (*WINDOW, *kpool_places.PLAN, "schedule")
 
 
 def kpool_metadata_fusion_supported(pool: int, page_size: int, topk: int) -> bool:

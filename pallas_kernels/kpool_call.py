@@ -6,13 +6,15 @@ from pallas_kernels import backend as backends
 from pallas_kernels import buffers, kpool_lengths, kpool_places, kpool_tables, operands
 from pallas_kernels.buffers import Destination, KPoolTables
 from pallas_kernels.fused import Fused
-from pallas_kernels.kpool_lengths import RowLengths, Schedule, Span
-from pallas_kernels.kpool_places import WritePlan, WriteWindow
+from pallas_kernels.kpool_lengths import RowLengths, Schedule
+from pallas_kernels.kpool_places import WritePlan
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.kpool_tables import PageTables
 from pallas_kernels.operands import Inputs
+from pallas_kernels.span import Span
 from pallas_kernels.tables import Count, Tables
 from pallas_kernels.views import Section
+from pallas_kernels.window import Window, named_maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Call:
         piece = Schedule(self.destination, self.span, self.slots.pool, packed)
         return piece if self.has("schedule") else None
 
-    def window(self, anchor: Section | None) -> WriteWindow:
-        return WriteWindow(self.destination, self.span, self.slots, anchor)
+    def window(self, anchor: Section | None) -> Window:
+        maps = named_maps(self.slots.page_map, None)
+        return Window(self.destination, self.span, self.slots.req_rows, self.slots.source, maps, anchor)
 
     def plan(self) -> WritePlan | None:
         return WritePlan(self.destination, self.span, self.slots) if self.has(*kpool_places.PLAN) else None

@@ -14,85 +14,11 @@ from jax import lax
 
 from pallas_kernels.buffers import Destination
 from pallas_kernels.lanes import Lanes
-from pallas_kernels.operands import scalar_array, scalar_value
+from pallas_kernels.span import Span
 from pallas_kernels.tables import HEAD_LANES
-from pallas_kernels.views import Section
 
 SHARE = 8  # log2 of the pools that a processor scores at once
 OUTPUTS = ("seqlens_expanded", "dsa_cache_seqlens", "dsa_cu_seqlens_k", "pool_seqlens", "paged_mqa_ctx_lens_2d")
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Which tokens the rows of each of B requests see. Row j of request b sees tokens[b] - new[b] + first + j.
-
-    rows     rows a request
-    new      with it, a request has new[b] rows: the others see nothing, and no row sees less than nothing
-    first    static: tokens that row 0 sees past tokens - new
-    start    static: position of the first new token past tokens - new
-    cached   static: tokens in the cache past tokens
-    limit    end of the context: no row sees more
-    """
-
-    B: int
-    rows: int
-    tokens: Section
-    new: Section | None
-    first: int
-    start: int
-    cached: int
-    limit: int | Section | None
-
-    def load(self, lanes: Lanes, ins: tuple, b, j, mask):
-        """(tokens seen, row exists) of rows j of requests b in a kernel body; 0 and False where masked off."""
-        base, live = self.tokens.load(lanes, ins, (b,), mask), mask
-        if self.new is not None:
-            new = self.new.load(lanes, ins, (b,), mask)
-            base, live = base - new, mask & (j < new)
-        seen = base + (j + self.first)
-        if self.new is not None:
-            seen = lanes.maximum(seen, 0)
-        if self.limit is not None:
-            seen = lanes.minimum(seen, scalar_value(self.limit, lanes, ins))
-        return lanes.where(live, seen, 0), live
-
-    def read(self, inputs: tuple):
-        """The same in jnp, [B, rows] each."""
-        j = lax.iota(jnp.int32, self.rows)[None, :]
-        base, live = self.tokens.read(inputs)[:, None], jnp.ones((self.B, self.rows), bool)
-        if self.new is not None:
-            new = self.new.read(inputs)[:, None]
-            base, live = base - new, j < new
-        seen = base + (j + self.first)
-        if self.new is not None:
-            seen = jnp.maximum(seen, 0)
-        if self.limit is not None:
-            seen = jnp.minimum(seen, scalar_array(self.limit, inputs))
-        return jnp.where(live, seen, 0), live
-
-    def load_start(self, lanes: Lanes, ins: tuple, b, mask=None):
-        """(position of the first new token, new tokens or None) in a kernel body."""
-        start = self.tokens.load(lanes, ins, (b,), mask) + self.start
-        if self.new is None:
-            return start, None
-        new = self.new.load(lanes, ins, (b,), mask)
-        return start - new, new
-
-    def read_start(self, inputs: tuple):
-        """The same in jnp, [B] each."""
-        start = self.tokens.read(inputs) + self.start
-        if self.new is None:
-            return start, None
-        new = self.new.read(inputs)
-        return start - new, new
-
-    def load_cached(self, lanes: Lanes, ins: tuple, b, mask=None):
-        """Tokens in the cache in a kernel body."""
-        return self.tokens.load(lanes, ins, (b,), mask) + self.cached
-
-    def read_cached(self, inputs: tuple):
-        """The same in jnp, [B]."""
-        return self.tokens.read(inputs) + self.cached
 
 
 @dataclasses.dataclass(frozen=True)

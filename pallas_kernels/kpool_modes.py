@@ -9,9 +9,9 @@ from pallas_kernels import backend as backends
 from pallas_kernels import buffers, kpool_places, operands
 from pallas_kernels.buffers import KPoolTables
 from pallas_kernels.kpool_call import Call, check_out, check_pool, check_rows
-from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.operands import Inputs, PageMap
+from pallas_kernels.span import Span
 from pallas_kernels.views import Array
 
 PLAN = (*kpool_places.PLAN, "seqlens_expanded", "pool_seqlens", "schedule")

@@ -1,4 +1,4 @@
-"""Where the new tokens of a forward over pooled attention are written, and the keys of the pools that they close."""
+"""Where the keys of the pools go that the new tokens of a forward over pooled attention close."""
 
 import dataclasses
 
@@ -6,73 +6,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.buffers import Destination
-from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.lanes import Lanes
 from pallas_kernels.operands import scalar_array, scalar_value
-from pallas_kernels.views import Section
+from pallas_kernels.span import Span
 
-BLOCK = 128  # rows, or pools, of the forward a program handles
-WINDOW = ("virtual_loc", "full_loc", "positions", "anchor_ids")
+BLOCK = 128  # pools of the forward a program handles
 PLAN = ("req_rows", "write_start", "tail_logical_start", "write_loc")
-
-
-@dataclasses.dataclass(frozen=True)
-class WriteWindow:
-    """All of WINDOW, as draft_write_window writes them: row j of a request writes the token at position start + j.
-
-    Rows that a request does not have and positions past the limit or the source have the sink in both locations.
-    """
-
-    destination: Destination
-    span: Span
-    slots: Slots
-    anchor: Section | None
-
-    @property
-    def D(self) -> int:
-        return self.destination["positions"].shape[1]
-
-    @property
-    def programs(self) -> int:
-        return -(-self.span.B * self.D // BLOCK)
-
-    def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
-        item = lanes.iota(lanes.width(self.span.B * self.D, BLOCK)) + program * BLOCK
-        valid = item < self.span.B * self.D
-        b = lanes.div(item, self.D)
-        j = item - b * self.D
-        start, new = self.span.load_start(lanes, ins, b, valid)
-        row = self.slots.row(lanes, ins, b, valid)
-        position, live = start + j, valid
-        if new is not None:
-            live = live & (j < new)
-        if self.span.limit is not None:
-            live = live & (position < scalar_value(self.span.limit, lanes, ins))
-        slot, virtual = self.slots.load(lanes, ins, row, position, live)
-        stores = {"positions": position, "virtual_loc": virtual, "full_loc": lanes.maximum(slot, 0)}
-        masks = dict.fromkeys(stores, valid)
-        if self.anchor is not None:
-            masks["anchor_ids"] = valid & (j == 0)
-            stores["anchor_ids"] = self.anchor.load(lanes, ins, (b,), masks["anchor_ids"])
-        for name, value in stores.items():  # after every load: a store would hold the later ones back
-            self.destination[name].store(lanes, outs, (b, j), value, masks[name])
-
-    def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        if not self.span.B * self.D:
-            return outputs
-        start, new = self.span.read_start(inputs)
-        j = lax.iota(jnp.int32, self.D)[None, :]
-        position = start[:, None] + j
-        live = jnp.ones(position.shape, bool) if new is None else j < new[:, None]
-        if self.span.limit is not None:
-            live = live & (position < scalar_array(self.span.limit, inputs))
-        slot, virtual = self.slots.gather(inputs, position, live)
-        values = {"positions": position, "virtual_loc": virtual, "full_loc": jnp.maximum(slot, 0)}
-        if self.anchor is not None:
-            old = self.destination.read(outputs, "anchor_ids")
-            values["anchor_ids"] = old.at[:, 0].set(self.anchor.read(inputs))
-        return self.destination.write(outputs, values)
 
 
 @dataclasses.dataclass(frozen=True)

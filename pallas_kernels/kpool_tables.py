@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.buffers import Destination
-from pallas_kernels.kpool_lengths import Span
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.lanes import Lanes
+from pallas_kernels.span import Span
 from pallas_kernels.tables import BLOCK, HEAD_LANES, PROGRAMS
 
 TABLES = ("page_table_1", "real_page_table", "page_table")

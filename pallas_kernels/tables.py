@@ -25,21 +25,32 @@ class Count:
     """A length of each row: `tokens` [B], to which `delta` is added, a number or an operand.
 
     lengths, prefix_sums   names of the destinations; an absent one is not written
+    more                   with it, more[b] is added too
+    limit                  no length is more
     """
 
     tokens: Section
     delta: int | Section = 0
     lengths: str | None = None
     prefix_sums: str | None = None
+    more: Section | None = None
+    limit: int | Section | None = None
 
     def load(self, lanes: Lanes, ins: tuple, row, mask=None):
         """The lengths of rows in a kernel body, 0 in lanes that are masked off."""
         tokens = self.tokens.load(lanes, ins, (row,), mask) + scalar_value(self.delta, lanes, ins)
+        if self.more is not None:
+            tokens = tokens + self.more.load(lanes, ins, (row,), mask)
+        if self.limit is not None:
+            tokens = lanes.minimum(tokens, scalar_value(self.limit, lanes, ins))
         return tokens if mask is None else lanes.where(mask, tokens, 0)
 
     def read(self, inputs: tuple):
         """All lengths in jnp."""
-        return self.tokens.read(inputs) + scalar_array(self.delta, inputs)
+        tokens = self.tokens.read(inputs) + scalar_array(self.delta, inputs)
+        if self.more is not None:
+            tokens = tokens + self.more.read(inputs)
+        return tokens if self.limit is None else jnp.minimum(tokens, scalar_array(self.limit, inputs))
 
 
 @dataclasses.dataclass(frozen=True)

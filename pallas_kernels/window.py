@@ -13,6 +13,7 @@ from pallas_kernels import buffers, operands
 from pallas_kernels.buffers import Destination, PackedMetadata, WindowBuffers
 from pallas_kernels.lanes import Lanes
 from pallas_kernels.operands import Inputs, PageMap, Source, scalar_array, scalar_value
+from pallas_kernels.span import Span
 from pallas_kernels.views import Array, Section
 
 BLOCK = 128  # rows of the forward a program handles
@@ -90,55 +91,61 @@ def draft_write_window(
     full, swa = operands.make_maps(inputs, v2p, full_v2p, swa_v2p, None, "swa_loc" in destination)
     if anchor is not None and "anchor_ids" not in destination:
         raise ValueError("anchor was given but out.anchor_ids is None: give a destination or leave anchor out")
-    operation = Window(
-        B=batch,
-        D=destination["positions"].shape[1],
-        destination=destination,
-        starts=starts,
-        req_rows=rows,
-        source=table,
-        maps=tuple(pair for pair in (("full_loc", full), ("swa_loc", swa)) if pair[1] is not None),
-        anchor=None if anchor is None else inputs.add("anchor", anchor, 1, batch),
-        limit=None if limit is None else inputs.scalar("limit", limit),
-        labels=tuple(inputs.labels),
-    )
-    if operation.B * operation.D == 0:
+    anchors = None if anchor is None else inputs.add("anchor", anchor, 1, batch)
+    end = None if limit is None else inputs.scalar("limit", limit)
+    D = destination["positions"].shape[1]
+    span = Span(B=batch, rows=D, tokens=starts, new=None, first=1, start=0, cached=0, limit=end)
+    operation = Window(destination, span, rows, table, named_maps(full, swa), anchors, labels=tuple(inputs.labels))
+    if batch * D == 0:
         return out
     return buffers.unflatten(out, backends.run(operation, backend, inputs.arrays, flat), destination)
 
 
+def named_maps(full: PageMap, swa: PageMap | None) -> tuple[tuple[str, PageMap], ...]:
+    """The maps of the physical locations, by the names of their destinations."""
+    return tuple(pair for pair in (("full_loc", full), ("swa_loc", swa)) if pair[1] is not None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One call: an `Operation` (see lanes.py). `maps` pairs a destination with its map; limit is a number of tokens."""
+    """One call, or a piece of one: an `Operation` (see lanes.py). Row j of a request is at position start + j.
 
-    B: int
-    D: int
+    span      where rows start and how many there are: those that a request does not have are written to the sink
+    maps      pairs of a destination with its map
+    anchor    tokens for column 0 of anchor_ids, or None
+    fill      whether the other columns of anchor_ids become 0, and do not stay as they are
+    """
+
     destination: Destination
-    starts: Section
+    span: Span
     req_rows: Section
     source: Source
     maps: tuple[tuple[str, PageMap], ...]
     anchor: Section | None
-    limit: int | Section | None
-    labels: tuple[str, ...]
+    fill: bool = False
+    labels: tuple[str, ...] = ()
     name = "draft_write_window"
     reference_is_faster = False
 
     @property
+    def D(self) -> int:
+        return self.destination["positions"].shape[1]
+
+    @property
     def programs(self) -> int:
-        return -(-self.B * self.D // BLOCK)
+        return -(-self.span.B * self.D // BLOCK)
 
     def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
-        item = lanes.iota(lanes.width(self.B * self.D, BLOCK)) + program * BLOCK
-        valid = item < self.B * self.D
+        item = lanes.iota(lanes.width(self.span.B * self.D, BLOCK)) + program * BLOCK
+        valid = item < self.span.B * self.D
         b = lanes.div(item, self.D)
-        draft = item - b * self.D
-        start = self.starts.load(lanes, ins, (b,), valid)
+        j = item - b * self.D
+        start, new = self.span.load_start(lanes, ins, b, valid)
         row = self.source.row(lanes, self.req_rows.load(lanes, ins, (b,), valid))
-        position = start + draft
-        live = valid
-        if self.limit is not None:
-            live = live & (position < scalar_value(self.limit, lanes, ins))
+        position = start + j
+        live = valid if new is None else valid & (j < new)
+        if self.span.limit is not None:
+            live = live & (position < scalar_value(self.span.limit, lanes, ins))
         entry, live = self.source.load(lanes, ins, row, position, live)
         page, offset = self.source.split(entry, position)
         values = {"positions": position, "virtual_loc": lanes.where(live, self.source.virtual(lanes, entry, offset), 0)}
@@ -147,16 +154,21 @@ class Window:
             values[name] = lanes.where(physical < 0, 0, (physical << self.source.shift) + offset)
         masks = dict.fromkeys(values, valid)
         if self.anchor is not None:
-            masks["anchor_ids"] = valid & (draft == 0)
-            values["anchor_ids"] = self.anchor.load(lanes, ins, (b,), masks["anchor_ids"])
+            first = valid & (j == 0)
+            masks["anchor_ids"] = valid if self.fill else first
+            values["anchor_ids"] = self.anchor.load(lanes, ins, (b,), first)
         for name, value in values.items():  # after every load: a store would hold the later ones back
-            self.destination[name].store(lanes, outs, (b, draft), value, masks[name])
+            self.destination[name].store(lanes, outs, (b, j), value, masks[name])
 
     def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        position = self.starts.read(inputs)[:, None] + lax.iota(jnp.int32, self.D)[None, :]
-        live = jnp.ones(position.shape, bool)
-        if self.limit is not None:
-            live = position < scalar_array(self.limit, inputs)
+        if not self.span.B * self.D:
+            return outputs
+        start, new = self.span.read_start(inputs)
+        j = lax.iota(jnp.int32, self.D)[None, :]
+        position = start[:, None] + j
+        live = jnp.ones(position.shape, bool) if new is None else j < new[:, None]
+        if self.span.limit is not None:
+            live = live & (position < scalar_array(self.span.limit, inputs))
         entry, live = self.source.gather(inputs, self.req_rows.read(inputs)[:, None], position, live)
         page, offset = self.source.split(entry, position)
         page = jnp.where(live, page, -1)
@@ -165,6 +177,6 @@ class Window:
             physical = page_map.gather(inputs, page, offset, self.source.shift)
             values[name] = jnp.where(physical < 0, 0, (physical << self.source.shift) + offset)
         if self.anchor is not None:
-            old = self.destination.read(outputs, "anchor_ids")
-            values["anchor_ids"] = old.at[:, 0].set(self.anchor.read(inputs))
+            others = 0 if self.fill else self.destination.read(outputs, "anchor_ids")
+            values["anchor_ids"] = jnp.where(j == 0, self.anchor.read(inputs)[:, None], others)
         return self.destination.write(outputs, values)

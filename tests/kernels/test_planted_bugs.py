@@ -11,11 +11,12 @@ from kernel_small import Small, run_small
 
 from pallas_kernels import KernelFault, checked, kpool_selection, kpool_tables, streams, tables, window
 from pallas_kernels.fused import Fused
-from pallas_kernels.kpool_lengths import RowLengths, Schedule, Span
+from pallas_kernels.kpool_lengths import RowLengths, Schedule
 from pallas_kernels.kpool_places import WritePlan
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.kpool_tables import PageTables
 from pallas_kernels.operands import PageMap, Source
+from pallas_kernels.span import Span
 from pallas_kernels.views import Section
 
 
