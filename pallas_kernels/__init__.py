@@ -9,7 +9,8 @@
     extend_cache_locs       virtual token ids of a ragged run of positions
     replay_state_indices    state slot of each request, -1 for padding
     commit_track_indices    which of the states kept by a verify forward are committed and tracked
-    kpool_metadata          all metadata of a forward over pooled attention, one launch
+    forward_metadata        all metadata of a forward, one launch
+    kpool_metadata          the same over pooled attention alone, by the lengths that a decode, verify or extend counts
     kpool_decode            its lengths and tables into arrays of their own, for a decode step
     kpool_verify            the same for a verify forward
     kpool_draft_extend      the same for a draft extend
@@ -38,6 +39,7 @@ from pallas_kernels.cache_locs import extend_cache_locs
 from pallas_kernels.checked import KernelFault
 from pallas_kernels.context_rows import commit_context_rows
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
+from pallas_kernels.forward import forward_metadata
 from pallas_kernels.kpool import kpool_metadata, kpool_metadata_fusion_supported
 from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
 from pallas_kernels.kpool_selection import RaggedLayout, kpool_append_tail, kpool_ragged_layout
@@ -70,6 +72,7 @@ __all__ = [
     "draft_write_window",
     "explain_backends",
     "extend_cache_locs",
+    "forward_metadata",
     "kpool_append_tail",
     "kpool_decode",
     "kpool_draft_extend",

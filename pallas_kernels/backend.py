@@ -24,6 +24,7 @@ KERNELS = (
     "state_scatter",
     "commit_context_rows",
     "page_zero",
+    "forward_metadata",
     "kpool_metadata",
     "kpool_decode",
     "kpool_verify",

@@ -118,7 +118,8 @@ class MetadataLayout:
     """Sections of a packed metadata buffer: B requests, D rows a request, P pages a row, with or without SWA.
 
     `kpool` adds the sections of pooled attention. Their tables have one row a request, whatever `kpool.rows` is: the
-    pooled one is page_table itself, and real_page_table has P * pool columns.
+    pooled one is page_table itself, and real_page_table has P * pool columns. `has_state` adds state_slots, int32[B]:
+    the state slot of each request.
 
     >>> layout = MetadataLayout(B=2, D=4, P=8, has_swa=False)
     >>> layout.sections["page_table"]
@@ -132,6 +133,7 @@ class MetadataLayout:
     P: int
     has_swa: bool
     kpool: KPoolShape | None = None
+    has_state: bool = False
 
     def __post_init__(self):
         for name in ("B", "D", "P"):
@@ -145,7 +147,7 @@ class MetadataLayout:
 
     @property
     def sections(self) -> dict[str, Section]:
-        """Section of each array, by its field name in the named tuples above; no swa_* without SWA."""
+        """Section of each array, by its field name in the named tuples above, and state_slots; no swa_* without SWA."""
         return dict(_sections(self)[0])
 
     @property
@@ -182,6 +184,8 @@ def _sections(layout: MetadataLayout) -> tuple[dict[str, Section], int]:
             "write_loc": (layout.B, -(-rows // pool)),
             "schedule": (sms + 1, 2),
         }
+    if layout.has_state:
+        shapes["state_slots"] = row
     sections, end = {}, 0
     for name, shape in shapes.items():
         if layout.has_swa or not name.startswith("swa_"):
@@ -234,6 +238,10 @@ class PackedMetadata:
         if self.layout.kpool is None:
             raise ValueError(f"{self.layout} has no sections of pooled attention: give it kpool=KPoolShape(...)")
         return KPoolTables(*map(self._view, KPoolTables._fields))
+
+    def state_slots(self) -> jax.Array | None:
+        """int32[B], the state slot of each request, -1 for padding (a slice); None without has_state."""
+        return self._view("state_slots")
 
     def _view(self, name: str) -> jax.Array | None:
         section = self.layout.sections.get(name)

@@ -10,7 +10,7 @@ from pallas_kernels.kpool_lengths import RowLengths, Schedule
 from pallas_kernels.kpool_places import WritePlan
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.kpool_tables import PageTables
-from pallas_kernels.operands import Inputs
+from pallas_kernels.operands import Inputs, PageMap
 from pallas_kernels.span import Span
 from pallas_kernels.tables import Count, Tables
 from pallas_kernels.views import Section
@@ -33,7 +33,7 @@ class Call:
 
     def counts(self) -> Tables | None:
         names = (name if self.has(name) else None for name in ("cache_seqlens", "cu_seqlens_k"))
-        counts = [Count(self.span.tokens, self.span.cached, *names)]
+        counts = [Count.cached(self.span, *names)]
         if self.has("cu_seqlens_q"):
             counts.append(Count(self.span.new, 0, None, "cu_seqlens_q"))
         piece = Tables(self.name, self.span.B, (), self.destination, tuple(counts))
@@ -47,12 +47,13 @@ class Call:
         piece = Schedule(self.destination, self.span, self.slots.pool, packed)
         return piece if self.has("schedule") else None
 
-    def window(self, anchor: Section | None) -> Window:
-        maps = named_maps(self.slots.page_map, None)
-        return Window(self.destination, self.span, self.slots.req_rows, self.slots.source, maps, anchor)
+    def window(self, anchor: Section | None, swa: PageMap | None = None, fill: bool = False) -> Window:
+        maps = named_maps(self.slots.page_map, swa)
+        return Window(self.destination, self.span, self.slots.req_rows, self.slots.source, maps, anchor, fill)
 
-    def plan(self) -> WritePlan | None:
-        return WritePlan(self.destination, self.span, self.slots) if self.has(*kpool_places.PLAN) else None
+    def plan(self, reached: bool = False) -> WritePlan | None:
+        piece = WritePlan(self.destination, self.span, self.slots, reached)
+        return piece if self.has(*kpool_places.PLAN) else None
 
     def tables(self, copies: int | None, zero_tail: bool) -> PageTables | None:
         piece = PageTables(self.destination, self.span, self.slots, copies, bool(zero_tail))

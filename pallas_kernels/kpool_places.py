@@ -25,12 +25,14 @@ class WritePlan:
         g = 63, 64        which go to place 63 of the request's first index page and 0 of its second
 
     With a limit, a pool that starts at or past it or past the end of the source goes to place 0, as does one without a
-    physical page. Without, a pool past the end of the source takes the source's last attention page.
+    physical page. Without, a pool past the end of the source takes the source's last attention page. With `reached`, a
+    pool that starts behind the tokens cached goes to place 0, too.
     """
 
     destination: Destination
     span: Span
     slots: Slots
+    reached: bool = False
 
     @property
     def candidates(self) -> int:
@@ -67,7 +69,10 @@ class WritePlan:
         row = self.slots.row(lanes, ins, b, mine)
         limit = None if self.span.limit is None else scalar_value(self.span.limit, lanes, ins)
         pool = (start >> self.slots.pool) + m
-        position, live = self._position(lanes, pool, mine, limit)
+        live = mine
+        if self.reached:
+            live = mine & (pool << self.slots.pool < self.span.load_cached(lanes, ins, b, mine))
+        position, live = self._position(lanes, pool, live, limit)
         slot, _ = self.slots.load(lanes, ins, row, position, live)
         return (b, m), self._place(lanes, pool, slot), mine
 
@@ -89,7 +94,10 @@ class WritePlan:
         start, _ = self.span.read_start(inputs)
         limit = None if self.span.limit is None else scalar_array(self.span.limit, inputs)
         pool = (start >> self.slots.pool)[:, None] + lax.iota(jnp.int32, self.candidates)[None, :]
-        position, live = self._position(jnp, pool, jnp.ones(pool.shape, bool), limit)
+        live = jnp.ones(pool.shape, bool)
+        if self.reached:
+            live = pool << self.slots.pool < self.span.read_cached(inputs)[:, None]
+        position, live = self._position(jnp, pool, live, limit)
         slot, _ = self.slots.gather(inputs, position, live)
         values = {
             "req_rows": self.slots.req_rows.read(inputs),

@@ -140,6 +140,46 @@ class ReplayIndices:
         return self.destination.write(outputs, {"out": index, "req_rows": jnp.where(valid, row, 0)})
 
 
+@dataclasses.dataclass(frozen=True)
+class StateSlots:
+    """A piece of a launch (see fused.py): the state slot of each request, -1 where its row or its slot is 0 or less.
+
+    out[b] = table[slots[req_rows[b]]]      with no slots: table[req_rows[b]]
+    """
+
+    B: int
+    out: Section
+    req_rows: Section
+    slots: Section | None
+    table: PageMap
+
+    @property
+    def programs(self) -> int:
+        return -(-self.B // BLOCK)
+
+    def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
+        b = lanes.iota(lanes.width(self.B, BLOCK)) + program * BLOCK
+        inside = b < self.B
+        slot = self.req_rows.load(lanes, ins, (b,), inside)
+        live = inside & (slot > 0)
+        if self.slots is not None:
+            live = live & (slot < self.slots.shape[0])
+            slot = self.slots.load(lanes, ins, (slot,), live, SKIP)
+            live = live & (slot > 0)
+        index = lanes.maximum(self.table.load(lanes, ins, slot, 0, 0, live), SKIP)
+        self.out.store(lanes, outs, (b,), index, inside)
+
+    def reference(self, inputs: tuple, outputs: tuple) -> tuple:
+        slot = self.req_rows.read(inputs)
+        live = slot > 0
+        if self.slots is not None:
+            live = live & (slot < self.slots.shape[0])
+            slot = jnp.where(live, self.slots.read(inputs)[jnp.where(live, slot, 0)], SKIP)
+            live = live & (slot > 0)
+        index = jnp.maximum(self.table.gather(inputs, jnp.where(live, slot, SKIP), 0, 0), SKIP)
+        return self.out.write(outputs, index)
+
+
 def commit_track_indices(
     accept_lens: Array,
     seq_lens: Array,

@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.buffers import Destination
 from pallas_kernels.lanes import Lanes
 from pallas_kernels.operands import PageMap, Source, scalar_array, scalar_value
+from pallas_kernels.span import Span
 from pallas_kernels.views import Section
 
 PROGRAMS = 264
@@ -35,6 +36,12 @@ class Count:
     prefix_sums: str | None = None
     more: Section | None = None
     limit: int | Section | None = None
+
+    @classmethod
+    def cached(cls, span: Span, lengths: str | None, prefix_sums: str | None) -> "Count":
+        """The tokens in the cache of each request of a span."""
+        more, limit = (span.new if span.before else None), (span.limit if span.cut else None)
+        return cls(span.tokens, span.cached, lengths, prefix_sums, more, limit)
 
     def load(self, lanes: Lanes, ins: tuple, row, mask=None):
         """The lengths of rows in a kernel body, 0 in lanes that are masked off."""
