@@ -152,7 +152,7 @@ def forward_metadata(
         of_req = None if slot_of_req is None else inputs.add("slot_of_req", slot_of_req, 1)
         if of_req is not None and of_req.shape[0] == 0:
             raise ValueError("slot_of_req has no rows: it needs at least row 0, the sink row")
-        states = operands.make_map(inputs, state_v2p, None)
+        states = operands.make_map(inputs, state_v2p, None, name="state_v2p")
         pieces.append(StateSlots(batch, destination["state_slots"], req, of_req, states))
     return buffers.unflatten(out, call.run(pieces, backend, flat), destination)
 

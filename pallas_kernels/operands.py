@@ -169,7 +169,7 @@ def make_source(inputs: Inputs, source: Array, granularity: str, page_size: int)
     return Source(granularity, shift, place)
 
 
-def make_map(inputs: Inputs, v2p: Array | None, full_to_swa: Array | None) -> PageMap:
+def make_map(inputs: Inputs, v2p: Array | None, full_to_swa: Array | None, name: str = "v2p") -> PageMap:
     """Place the map of a single table, by page or by token, or raise ValueError."""
     if v2p is not None and full_to_swa is not None:
         raise ValueError("v2p and full_to_swa were given: a table is translated by one of them at most")
@@ -177,9 +177,9 @@ def make_map(inputs: Inputs, v2p: Array | None, full_to_swa: Array | None) -> Pa
         return PageMap("tokens", _table(inputs, "full_to_swa", full_to_swa, 1))
     if getattr(v2p, "ndim", 1) == 2:
         raise ValueError(
-            f"v2p has shape {v2p.shape}: one table takes one map; give a View of the column of an interleaved one"
+            f"{name} has shape {v2p.shape}: one table takes one map; give a View of the column of an interleaved one"
         )
-    return PageMap("identity") if v2p is None else PageMap("pages", _table(inputs, "v2p", v2p, 1))
+    return PageMap("identity") if v2p is None else PageMap("pages", _table(inputs, name, v2p, 1))
 
 
 def make_maps(inputs: Inputs, v2p, full_v2p, swa_v2p, full_to_swa, has_swa: bool) -> tuple[PageMap, PageMap | None]:

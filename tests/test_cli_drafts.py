@@ -208,7 +208,7 @@ def test_a_dense_model_has_no_metadata_to_fuse_and_pages_of_64(capsys, monkeypat
 def test_the_switch_asks_for_fused_metadata_and_is_answered_once(capsys, monkeypatch, sparse, device, words, ran, line):
     monkeypatch.setenv(switches.KPOOL_METADATA_FUSION, "1")
     backend = {"cpu": "reference", "gpu": "triton"}[device]
-    choice = BackendChoice("kpool_metadata", backend, f"found {device}")
+    choice = BackendChoice("forward_metadata", backend, f"found {device}")
     monkeypatch.setattr(fusion, "explain_backends", lambda: [choice])
     fake_runs(monkeypatch, [5, 6], [5, 6])
     status, out, err = run(capsys, *sparse, *words)

@@ -200,7 +200,11 @@ def other_shape(state, spec):
     """The state with room for the metadata of another step's round."""
     config = spec.config
     layout = verify_layout(
-        batch_size=config.batch_size, num_rows=config.num_draft_tokens, pages_per_row=config.pages_per_row, swa=True
+        batch_size=config.batch_size,
+        num_rows=config.num_draft_tokens,
+        pages_per_row=config.pages_per_row,
+        swa=True,
+        states=True,
     )
     return state.replace(metadata=PackedMetadata.zeros(layout))
 

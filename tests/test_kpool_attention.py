@@ -21,7 +21,7 @@ POOL, TOPK, PAGE, X, HI, WIDTH, HEADS, D, T = 4, 12, 8, 16, 2, 8, 2, 6, 72
 KPOOL = KPool(POOL, TOPK)
 SPEC = KPoolSpec(1, WIDTH, value_dim=0, pool=POOL, topk=TOPK, index_dim=X).with_rows(D)
 B, P = 3, T // PAGE
-SHAPE = {"batch_size": B, "pages_per_row": P, "swa": False}
+SHAPE = {"batch_size": B, "pages_per_row": P, "swa": False, "states": True}
 
 
 # The oracle
@@ -127,7 +127,7 @@ def test_a_layer_equals_attention_over_whole_texts(seed):
     cache = init_cache([SPEC], page_size=PAGE, num_pages=B * P + 1, num_swa_pages=1, num_states=B + 1)
     cache = jax.tree.map(lambda x: jnp.full_like(x, 0xFF if x.dtype == jnp.uint8 else jnp.nan), cache)
     lanes = jnp.arange(1, B + 1, dtype=jnp.int32)
-    common = {"page_size": PAGE, "state_slots": lanes, "kpool": KPOOL}
+    common = {"page_size": PAGE, "kpool": KPOOL}
     length, chunk = np.zeros(B, np.int32), 11
     packed = PackedMetadata.zeros(verify_layout(num_rows=chunk, kpool=KPOOL, **SHAPE))
     for extend in ([11, 3, 0], [7, 0, 1]):
@@ -161,8 +161,8 @@ def test_padding_gives_nothing_and_leaves_everything():
     cache = init_cache([SPEC], page_size=PAGE, num_pages=B * P + 1, num_swa_pages=1, num_states=B + 1)
     packed = PackedMetadata.zeros(verify_layout(num_rows=5, kpool=KPOOL, **SHAPE))
     none = jnp.zeros(B, jnp.int32)
-    slots = {"state_slots": jnp.full(B, -1)}
-    metadata, _ = draft_extend_metadata(none, none, none, page_rows, v2p, packed, page_size=PAGE, kpool=KPOOL, **slots)
+    metadata, _ = draft_extend_metadata(none, none, none, page_rows, v2p, packed, page_size=PAGE, kpool=KPOOL)
+    assert metadata.state_slots.tolist() == [-1] * B
     out, after, selection = forward(cache, rows_at(text, [0] * B, 5), metadata)
     assert (np.asarray(out) == 0).all() and (np.asarray(selection.count) == 0).all()
     buffers, before = after.buffers[0], cache.buffers[0]

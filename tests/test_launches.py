@@ -52,10 +52,10 @@ def sums(count, side="metadata"):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--drafter=none"], {"verify": 2, "prefill chunk": 2}),
-        (["--drafter=ngram"], {"verify": 2, "prefill chunk": 2}),
-        (["--drafter=draft_lm"], {"draft": 1, "verify": 2, "prefill chunk": 2}),
-        (["--drafter=draft_lm", "--memory=unified"], {"draft": 1, "verify": 2, "prefill chunk": 2}),
+        (["--drafter=none"], {"verify": 1, "prefill chunk": 1}),
+        (["--drafter=ngram"], {"verify": 1, "prefill chunk": 1}),
+        (["--drafter=draft_lm"], {"draft": 1, "verify": 1, "prefill chunk": 1}),
+        (["--drafter=draft_lm", "--memory=unified"], {"draft": 1, "verify": 1, "prefill chunk": 1}),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -64,10 +64,10 @@ def test_a_dense_round(capsys, folder, words, expected):
     status, result, _ = run(capsys, f"--model={folder / 'qwen'}", *words, *draft, *SIZES)
     assert status == 0
     (arm,) = result["arms"]
-    assert arm["metadata_path"] == "ordinary"
+    assert arm["metadata_path"] == "fused"
     assert sums(arm) == expected
     assert arm["traced"]["metadata_a_round"] == sum(expected.values()) - expected["prefill chunk"]
-    assert arm["traced"]["metadata"]["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert arm["traced"]["metadata"]["verify"] == {"forward_metadata": 1}
     assert arm["traced"]["open_loops"] == 0
 
 
@@ -79,8 +79,8 @@ def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, dra
     status, result, _ = run(capsys, *words, f"--memory={memory}", *SIZES)
     assert status == 0
     (arm,) = result["arms"]
-    assert sums(arm) == {"verify": 2, "prefill chunk": 2}
-    assert arm["traced"]["metadata"]["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert sums(arm) == {"verify": 1, "prefill chunk": 1}
+    assert arm["traced"]["metadata"]["verify"] == {"forward_metadata": 1}
     rows = {} if drafter == "eagle3" else {"commit_context_rows": 1}
     assert arm["traced"]["other_kernels"]["draft"] == {} and arm["traced"]["other_kernels"]["extend"] == rows
     assert arm["traced"]["open_loops"] == 0
@@ -90,7 +90,7 @@ def test_a_hybrids_states_are_no_metadata(capsys, folder):
     status, result, _ = run(capsys, f"--model={folder / 'hybrid'}", "--drafter=ngram", *SIZES)
     assert status == 0
     (arm,) = result["arms"]
-    assert sums(arm) == {"verify": 2, "prefill chunk": 2}
+    assert sums(arm) == {"verify": 1, "prefill chunk": 1}
     assert set(arm["traced"]["other_kernels"]["commit"]) == {"state_scatter"}
 
 
@@ -103,7 +103,7 @@ def test_fused_metadata_are_one_launch_a_forward(capsys, folder):
     assert {arm["drafter"] for arm in result["arms"]} == {"mtp"}
     assert sums(ordinary) == {"draft": 2, "verify": 2, "extend": 2, "prefill chunk": 2}
     assert ordinary["traced"]["metadata_a_round"] == 6
-    assert all(fused["traced"]["metadata"][phase] == {"kpool_metadata": 1} for phase in sums(ordinary))
+    assert all(fused["traced"]["metadata"][phase] == {"forward_metadata": 1} for phase in sums(ordinary))
     assert fused["traced"]["metadata_a_round"] == 3
     assert fused["config"]["page_size"] == 256 and fused["config"]["kpool_metadata_fusion"]
     row = next(line for line in err.splitlines() if line.startswith("glm + mtp, fused") and "tracing" not in line)
@@ -118,7 +118,7 @@ def test_a_single_draft_has_no_chain(folder):
     traced = jax.make_jaxpr(launches.phased_round, static_argnums=0)
     found, _ = launches.kernels(traced(fused.step, fused.params, launches.initial_state(fused.step)).jaxpr)
     metadata = {(path[0], name): times for (path, name), times in found.items() if "metadata" in path}
-    assert metadata == {("verify", "kpool_metadata"): 1, ("extend", "kpool_metadata"): 1}
+    assert metadata == {("verify", "forward_metadata"): 1, ("extend", "forward_metadata"): 1}
 
 
 def test_pages_of_another_size_are_not_fused(capsys, folder):

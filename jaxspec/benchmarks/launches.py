@@ -122,7 +122,7 @@ def prepare_arms(settings: Settings) -> Iterator[Arm]:
 
 
 def arms_of(target: Checkpoint, drafter: str, settings: Settings) -> Iterator[Arm]:
-    """The ordinary arm, and the fused one where the target has sparse layers and the pages suit them."""
+    """The fused arm, which of a target with sparse layers is there if the pages suit them; then the ordinary one first."""
     bound, draft_params = make_drafter(drafter, target, draft_model=settings.draft_model, dtype=settings.dtype)
     config = SpecConfig(
         batch_size=settings.num_requests,
@@ -134,8 +134,8 @@ def arms_of(target: Checkpoint, drafter: str, settings: Settings) -> Iterator[Ar
     )
     step = make_spec_step(target.model, bound, config)
     params = jax.tree.map(_shape, Params(target.params, draft_params))
-    yield Arm(target.name, drafter, ORDINARY, step, params)
     sparse = target.model.sparse
+    yield Arm(target.name, drafter, ORDINARY if sparse else FUSED, step, params)
     if sparse and kpool_metadata_fusion_supported(sparse.pool, config.page_size // sparse.pool, sparse.topk):
         # Counted as for CUDA, so what the device here would make of the wish is not asked.
         fused = dataclasses.replace(step, config=dataclasses.replace(step.config, kpool_metadata_fusion=True))

@@ -136,10 +136,10 @@ class MTPDrafter:
                 page_size=state.cache.page_size,
                 limit=context.context_len,
                 count=context.count,
-                state_slots=metadata.state_slots,
                 kpool=context.kpool,
                 backend=state.backend,
             )
+            metadata = metadata.replace(state_slots=context.metadata.state_slots)
         last = jnp.maximum(context.count - 1, 0)
         cache, tokens, hidden = state.cache, context.tokens, context.hidden
         drafts, laws = [], []

@@ -1,6 +1,7 @@
 """What a forward needs to know about its rows, built on the device from live tables."""
 
 from jaxspec.metadata.build import (
+    StateTable,
     decode_step,
     draft_extend_metadata,
     draft_window,
@@ -21,6 +22,7 @@ __all__ = [
     "KPool",
     "KPoolMetadata",
     "KPoolWritePlan",
+    "StateTable",
     "VerifyMetadata",
     "WriteWindow",
     "chain_metadata",

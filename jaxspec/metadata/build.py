@@ -6,17 +6,23 @@ zeros for padded lanes), `v2p` the interleaved map (column 0 FULL, column 1 SWA,
 `jaxspec.cache.Pages`; any arrays of that form do.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.metadata.ids import Ids, marked, unmarked
-from jaxspec.metadata.kpool import KPool, KPoolMetadata, from_packed, ordinary
+from jaxspec.metadata.kpool import KPool, KPoolMetadata, from_packed, ordinary_metadata
 from jaxspec.metadata.types import DecodeMetadata, DraftExtendMetadata, VerifyMetadata, WriteWindow
-from pallas_kernels import MetadataLayout, PackedMetadata, decode_metadata, draft_write_window
+from pallas_kernels import (
+    MetadataLayout,
+    PackedMetadata,
+    decode_metadata,
+    draft_write_window,
+    forward_metadata,
+    replay_state_indices,
+)
 from pallas_kernels import draft_extend_metadata as write_draft_extend
-from pallas_kernels import kpool_metadata as write_kpool
 
 Array = jax.Array
 
@@ -31,14 +37,26 @@ def verify_layout(
     swa: bool,
     kpool: KPool | None = None,
     lengths: int | None = None,
+    states: bool = False,
 ) -> MetadataLayout:
     """Layout of the packed int32 buffer that the metadata of a forward of `num_rows` rows a request is written to.
 
-    With `kpool`, `lengths` rows a request have lengths of their own, all of them by default.
+    With `kpool`, `lengths` rows a request have lengths of their own, all of them by default. With `states` the slots of
+    the requests' states are among the metadata.
     """
     shape = None if kpool is None else kpool.shape(num_rows if lengths is None else lengths)
-    more = {} if shape is None else {"kpool": shape}
-    return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa, **more)
+    return MetadataLayout(B=batch_size, D=num_rows, P=pages_per_row, has_swa=swa, kpool=shape, has_state=states)
+
+
+class StateTable(NamedTuple):
+    """Where the states of requests are that do not lie at their request rows.
+
+    slot_of_req   int32[R]  virtual state slot of each request row, 0 for none
+    v2p           int32[NS] physical slot of each virtual one, -1 where unbound
+    """
+
+    slot_of_req: Array
+    v2p: Array
 
 
 def _window(packed: PackedMetadata, page_rows: Array | Ids) -> WriteWindow:
@@ -62,7 +80,7 @@ def verify_metadata(
     *,
     page_size: int,
     limit: Array | int,
-    state_slots: Array | Ids | None = None,
+    states: StateTable | None = None,
     kpool: KPool | None = None,
     backend: str | None = None,
 ) -> tuple[VerifyMetadata, PackedMetadata]:
@@ -77,7 +95,7 @@ def verify_metadata(
       packed: the buffer to write to; donated, it is updated in place.
       page_size: tokens a page, a power of two.
       limit: context limit in tokens; rows at or past it go to the sink and are no keys of any row.
-      state_slots: int32[B], where the requests' states are, -1 for padded lanes; see `jaxspec.recur`.
+      states: where the requests' states are, if `packed` has a place for their slots; see `jaxspec.recur`.
       kpool: how sparse layers select and who prepares it; None without such layers. `packed` must have its sections.
       backend: who runs the kernels, see `pallas_kernels`.
 
@@ -89,33 +107,39 @@ def verify_metadata(
     metadata fusion for GLM-5.3-Flash.
     """
     B, D = packed.layout.B, packed.layout.D
+    of = seq_lens, req_rows, unmarked(page_rows, "virtual")
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    virtual = unmarked(page_rows, "virtual")
-    if _is_fused(kpool):
-        more = dict(pool=kpool.pool, topk=kpool.topk, anchor=anchor, limit=limit, zero_tail=True)
-        packed = write_kpool(seq_lens, req_rows, virtual, packed, mode="verify", **more, **maps)
+    row = jnp.arange(D, dtype=jnp.int32)
+    if _is_one_launch(kpool):
+        more = _more(packed, kpool, states)
+        packed = forward_metadata(*of, packed, mode="verify", anchor=anchor, limit=limit, **more, **maps)
+        lengths, sums, ids = *_lengths(packed), packed.window().anchor_ids
+        window, slots = _window(packed, page_rows), packed.state_slots()
     else:
-        packed = decode_metadata(seq_lens, req_rows, virtual, packed, seq_len_delta=D, zero_tail=True, **maps)
-        packed = draft_write_window(seq_lens, req_rows, virtual, packed, anchor=anchor, limit=limit, **maps)
-    tables, row = packed.decode_tables(), jnp.arange(D, dtype=jnp.int32)
-    lengths, sums = _cut(tables.cache_seqlens, limit)
-    fields = _Fields(kpool, packed, req_rows, page_size, limit)
+        packed = decode_metadata(*of, packed, seq_len_delta=D, zero_tail=True, **maps)
+        packed = draft_write_window(*of, packed, anchor=anchor, limit=limit, **maps)
+        lengths, sums = _cut(_lengths(packed)[0], limit)
+        ids = jnp.where(row == 0, packed.window().anchor_ids, 0)
+        window, slots = _window(packed, page_rows), _state_slots(packed, req_rows, states, backend)
     metadata = VerifyMetadata(
         cache_seqlens=lengths,
         cu_seqlens_k=sums,
-        page_table=marked(tables.page_table, "full", page_rows),
-        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
-        window=_window(packed, page_rows),
+        **_tables(packed, page_rows),
+        window=window,
         logit_rows=None,
-        state_slots=state_slots,
-        kpool=fields.build(
+        state_slots=marked(slots, "state", page_rows),
+        kpool=_pooled(
+            kpool,
+            packed,
             visible=jnp.minimum(seq_lens[:, None] + 1 + row, limit),
             start=seq_lens,
-            cached=seq_lens + D,
+            end=lengths,
+            req_rows=req_rows,
             count=jnp.where(req_rows > 0, jnp.clip(limit - seq_lens, 0, D), 0),
+            page_size=page_size,
         ),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
-        ids=jnp.where(row == 0, packed.window().anchor_ids, 0),
+        ids=ids,
     )
     return metadata, packed
 
@@ -132,7 +156,7 @@ def draft_extend_metadata(
     page_size: int,
     limit: Array | int | None = None,
     count: Array | None = None,
-    state_slots: Array | Ids | None = None,
+    states: StateTable | None = None,
     kpool: KPool | None = None,
     backend: str | None = None,
 ) -> tuple[DraftExtendMetadata, PackedMetadata]:
@@ -143,46 +167,50 @@ def draft_extend_metadata(
       extend_lens: int32[B], new tokens, 0 .. D; rows past them are padding and go to the sink.
       limit: context limit in tokens, as in `verify_metadata`; None where no row can reach it.
       count: int32[B], how many of the new tokens are known to stay; `extend_lens` by default.
-      req_rows, page_rows, v2p, packed, page_size, state_slots, kpool, backend: as in `verify_metadata`.
+      req_rows, page_rows, v2p, packed, page_size, states, kpool, backend: as in `verify_metadata`.
 
     Returns:
       The metadata, with `logit_rows` naming the last row of each request that stays (0 where there is none), and the
       packed buffer.
     """
     count = extend_lens if count is None else count
+    virtual = unmarked(page_rows, "virtual")
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    virtual, ends = unmarked(page_rows, "virtual"), seq_lens + extend_lens
-    if _is_fused(kpool):
-        more = dict(pool=kpool.pool, topk=kpool.topk, extend_lens=extend_lens, limit=limit, zero_tail=True)
-        packed = write_kpool(ends, req_rows, virtual, packed, mode="draft_extend", **more, **maps)
-    else:
-        packed = write_draft_extend(ends, extend_lens, req_rows, virtual, packed, zero_tail=True, **maps)
-        packed = draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
-    tables, window = packed.decode_tables(), _window(packed, page_rows)
     row = jnp.arange(packed.layout.D, dtype=jnp.int32)
     real = row < extend_lens[:, None]
+    if _is_one_launch(kpool):
+        more = dict(extend_lens=extend_lens, limit=limit, **_more(packed, kpool, states))
+        packed = forward_metadata(seq_lens, req_rows, virtual, packed, mode="draft_extend", **more, **maps)
+        lengths, sums = _lengths(packed)
+        window, slots = _window(packed, page_rows), packed.state_slots()
+    else:
+        ends = seq_lens + extend_lens
+        packed = write_draft_extend(ends, extend_lens, req_rows, virtual, packed, zero_tail=True, **maps)
+        packed = draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
+        lengths, sums = _lengths(packed) if limit is None else _cut(_lengths(packed)[0], limit)
+        window = _window(packed, page_rows)
+        window = jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions)
+        slots = _state_slots(packed, req_rows, states, backend)
     end = 2**31 - 1 if limit is None else limit
-    lengths, sums = tables.cache_seqlens, tables.cu_seqlens_k
-    if limit is not None:
-        lengths, sums = _cut(lengths, limit)
-    fields = _Fields(kpool, packed, req_rows, page_size, end)
-
     metadata = DraftExtendMetadata(
         cache_seqlens=lengths,
         cu_seqlens_k=sums,
-        page_table=marked(tables.page_table, "full", page_rows),
-        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
-        window=jax.tree.map(lambda loc: jnp.where(real, loc, 0), window).replace(positions=window.positions),
+        **_tables(packed, page_rows),
+        window=window,
         logit_rows=jnp.maximum(count - 1, 0)[:, None],
-        state_slots=state_slots,
-        kpool=fields.build(
+        state_slots=marked(slots, "state", page_rows),
+        kpool=_pooled(
+            kpool,
+            packed,
             visible=jnp.where(real, jnp.minimum(seq_lens[:, None] + 1 + row, end), 0),
             start=seq_lens,
-            cached=ends,
+            end=lengths,
+            req_rows=req_rows,
             count=jnp.minimum(count, jnp.maximum(end - seq_lens, 0)),
+            page_size=page_size,
         ),
         extend_lens=extend_lens,
-        cu_seqlens_q=tables.cu_seqlens_q,
+        cu_seqlens_q=packed.decode_tables().cu_seqlens_q,
     )
     return metadata, packed
 
@@ -192,13 +220,12 @@ def write_chain(
     seq_lens, req_rows, page_rows, v2p, packed: PackedMetadata, *, page_size, limit, kpool: KPool, backend
 ) -> PackedMetadata:
     """The packed buffer with the metadata of a draft chain over sparse layers; see `chain_metadata`."""
+    of = seq_lens, req_rows, unmarked(page_rows, "virtual")
     maps = dict(page_size=page_size, granularity="page", v2p=v2p, backend=backend)
-    virtual = unmarked(page_rows, "virtual")
     if kpool.fused:
-        more = dict(pool=kpool.pool, topk=kpool.topk, limit=limit, zero_tail=True)
-        return write_kpool(seq_lens, req_rows, virtual, packed, mode="mtp_precompute", **more, **maps)
-    packed = decode_metadata(seq_lens, req_rows, virtual, packed, zero_tail=True, **maps)
-    return draft_write_window(seq_lens, req_rows, virtual, packed, limit=limit, **maps)
+        return forward_metadata(*of, packed, mode="chain", limit=limit, **_more(packed, kpool, None), **maps)
+    packed = decode_metadata(*of, packed, zero_tail=True, **maps)
+    return draft_write_window(*of, packed, limit=limit, **maps)
 
 
 @jax.named_scope(SCOPE)
@@ -206,41 +233,73 @@ def read_chain(
     seq_lens, req_rows, page_rows, packed: PackedMetadata, *, page_size, limit, kpool: KPool, state_slots
 ) -> DecodeMetadata:
     """The metadata in a buffer that `write_chain` has written, or in a copy of it."""
-    tables, fields = packed.decode_tables(), _Fields(kpool, packed, req_rows, page_size, limit)
+    lengths, sums = _lengths(packed) if kpool.fused else _cut(_lengths(packed)[0], limit)
     return DecodeMetadata(
-        cache_seqlens=tables.cache_seqlens,
-        cu_seqlens_k=tables.cu_seqlens_k,
-        page_table=marked(tables.page_table, "full", page_rows),
-        swa_page_table=marked(tables.swa_page_table, "swa", page_rows),
+        cache_seqlens=lengths,
+        cu_seqlens_k=sums,
+        **_tables(packed, page_rows),
         window=_window(packed, page_rows),
         logit_rows=None,
         state_slots=state_slots,
-        kpool=fields.build(
+        kpool=_pooled(
+            kpool,
+            packed,
             visible=jnp.minimum(seq_lens, limit)[:, None],
             start=seq_lens,
-            cached=seq_lens,
+            end=lengths,
+            req_rows=req_rows,
             count=jnp.zeros_like(seq_lens),
+            page_size=page_size,
         ),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    """Where the KPool metadata of a forward come from: the packed buffer, or separate operations."""
+def _is_one_launch(kpool: KPool | None) -> bool:
+    """Whether one kernel writes all metadata of a forward; the others are there to be compared with it."""
+    return kpool is None or kpool.fused
 
-    kpool: KPool | None
-    packed: PackedMetadata
-    req_rows: Array
-    page_size: int
-    limit: Array | int
 
-    def build(self, *, visible: Array, start: Array, cached: Array, count: Array) -> KPoolMetadata | None:
-        if self.kpool is None:
-            return None
-        rest = jnp.minimum(cached, self.limit), self.packed.decode_tables().page_table, self.req_rows, count
-        if self.kpool.fused:
-            return from_packed(self.kpool, self.packed, *rest)
-        return ordinary(self.kpool, visible, start, cached, *rest, page_size=self.page_size)
+def _more(packed: PackedMetadata, kpool: KPool | None, states: StateTable | None) -> dict:
+    """What `forward_metadata` takes beside lengths, rows, pages and maps."""
+    more = {"zero_tail": True} if kpool is None else {"zero_tail": True, "pool": kpool.pool, "topk": kpool.topk}
+    if packed.layout.has_state and states is not None:
+        more |= {"slot_of_req": states.slot_of_req, "state_v2p": states.v2p}
+    return more
+
+
+def _lengths(packed: PackedMetadata) -> tuple[Array, Array]:
+    tables = packed.decode_tables()
+    return tables.cache_seqlens, tables.cu_seqlens_k
+
+
+def _tables(packed: PackedMetadata, page_rows: Array | Ids) -> dict:
+    tables = packed.decode_tables()
+    return {
+        "page_table": marked(tables.page_table, "full", page_rows),
+        "swa_page_table": marked(tables.swa_page_table, "swa", page_rows),
+    }
+
+
+def _pooled(kpool: KPool | None, packed: PackedMetadata, *, req_rows, count, **ordinary) -> KPoolMetadata | None:
+    """The KPool metadata of a forward: from the packed buffer, or by separate operations."""
+    if kpool is None:
+        return None
+    rest = packed.decode_tables().page_table, req_rows, count
+    if kpool.fused:
+        return from_packed(kpool, packed, *rest)
+    return ordinary_metadata(kpool, *rest, **ordinary)
+
+
+def _state_slots(packed: PackedMetadata, req_rows: Array, states: StateTable | None, backend) -> Array | None:
+    """As `forward_metadata` writes them, by an operation of their own."""
+    if not packed.layout.has_state:
+        return None
+    if states is None:
+        return jnp.where(req_rows > 0, req_rows, -1)
+    valid = (req_rows > 0) & (states.slot_of_req[req_rows] > 0)
+    out = jnp.zeros_like(req_rows)
+    slots, _ = replay_state_indices(req_rows, states.slot_of_req, out, valid=valid, v2p=states.v2p, backend=backend)
+    return slots
 
 
 def _cut(lengths: Array, limit: Array | int) -> tuple[Array, Array]:
@@ -250,10 +309,6 @@ def _cut(lengths: Array, limit: Array | int) -> tuple[Array, Array]:
     """
     lengths = jnp.minimum(lengths, limit)
     return lengths, jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-
-
-def _is_fused(kpool: KPool | None) -> bool:
-    return kpool is not None and kpool.fused
 
 
 @jax.named_scope(SCOPE)

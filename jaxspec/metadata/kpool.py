@@ -105,21 +105,19 @@ class KPoolMetadata:
 
 
 def from_packed(
-    kpool: KPool, packed: PackedMetadata, end: Array, page_table: Array, req_rows: Array, count: Array
+    kpool: KPool, packed: PackedMetadata, page_table: Array, req_rows: Array, count: Array
 ) -> KPoolMetadata:
-    """The metadata that `pallas_kernels.kpool_metadata` has written to a packed buffer.
+    """The metadata that `pallas_kernels.forward_metadata` has written to a packed buffer.
 
     Args:
-      end: int32[B], position behind the last row of this forward, at most the context's end.
       page_table, req_rows, count: as the fields that they become.
     """
     sections = packed.kpool()
-    _, exists = _candidates(kpool.pool, sections.write_start, end, sections.write_loc.shape[1])
     plan = KPoolWritePlan(
         req_rows=req_rows,
         write_start=sections.write_start,
         tail_logical_start=sections.tail_logical_start,
-        write_loc=jnp.where(exists, sections.write_loc, 0),
+        write_loc=sections.write_loc,
         count=count,
     )
     return KPoolMetadata(
@@ -136,16 +134,15 @@ def from_packed(
     )
 
 
-def ordinary(
+def ordinary_metadata(
     kpool: KPool,
-    visible: Array,
-    start: Array,
-    cached: Array,
-    end: Array,
     page_table: Array,
     req_rows: Array,
     count: Array,
     *,
+    visible: Array,
+    start: Array,
+    end: Array,
     page_size: int,
     sms: int = KPoolShape.sms,
 ) -> KPoolMetadata:
@@ -153,12 +150,11 @@ def ordinary(
 
     Args:
       kpool: pool and topk.
-      visible: int32[B, D], E of each row.
-      start: int32[B], position of the first row.
-      cached: int32[B], tokens that the table covers.
-      end: int32[B], as in `from_packed`.
       page_table: int32[B, P], physical allocator pages.
       req_rows, count: int32[B], as in `KPoolWritePlan`.
+      visible: int32[B, D], E of each row.
+      start: int32[B], position of the first row.
+      end: int32[B], tokens cached after the forward, at most the context's end.
       page_size: tokens an allocator page.
       sms: processors of the schedule (static).
     """
@@ -172,7 +168,7 @@ def ordinary(
     part = jnp.arange(pool, dtype=jnp.int32)
     attention_pages = (page_table[:, :, None] * pool + part).reshape(-1, P * pool)
     column = jnp.arange(P * pool, dtype=jnp.int32)
-    attention_pages = jnp.where(column * pools_a_page < cached[:, None], attention_pages, 0)
+    attention_pages = jnp.where(column * pools_a_page < end[:, None], attention_pages, 0)
 
     candidate, exists = _candidates(pool, start, end, -(-D // pool))
     column = jnp.where(exists, candidate // pools_a_page, 0)

@@ -59,7 +59,7 @@ def _unsupported(spec, config: SpecConfig) -> str | None:
             f"(page_size={64 * spec.pool}) and a pool that divides 64 and topk"
         )
     if config.kernel_backend is None:
-        (choice,) = (choice for choice in explain_backends() if choice.kernel == "kpool_metadata")
+        (choice,) = (choice for choice in explain_backends() if choice.kernel == "forward_metadata")
         if choice.backend == "reference":
             return f"it takes a CUDA device that kernels are compiled for, or a kernel_backend by name; {choice.reason}"
     return None

@@ -9,7 +9,6 @@ state.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.cache import (
     KVCache,
@@ -27,9 +26,8 @@ from jaxspec.cache.placement import PRIVATE
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
-from jaxspec.metadata import Ids
+from jaxspec.metadata import Ids, StateTable
 from jaxspec.models.contract import Model
-from pallas_kernels import replay_state_indices
 
 Array = jax.Array
 
@@ -113,29 +111,10 @@ def page_rows(config: SpecConfig, pages: Pages | UnifiedPages) -> Array | Ids:
     return Ids(pages.page_table, "virtual") if config.check_ids else pages.page_table
 
 
-def state_slots(spec, pages: Pages | UnifiedPages, rows: Array) -> Array | Ids | None:
-    """Where the states and rings of the requests are that take part in a forward; None if the target has neither.
-
-    Args:
-      spec: the `SpecStep` (static).
-      pages: after the pages of this forward were handed out.
-      rows: int32[B], request row of each lane, 0 where it does not take part.
-    """
-    config = spec.config
-    if not spec.target.has_state:
-        return None
-    if isinstance(pages, UnifiedPages):
-        slots, _ = replay_state_indices(
-            rows,
-            pages.state_slot,
-            jnp.zeros_like(rows),
-            valid=(rows > 0) & (pages.state_slot[rows] > 0),
-            v2p=pages.state_v2p,
-            backend=config.kernel_backend,
-        )
-    else:
-        slots = jnp.where(rows > 0, rows, -1)
-    return Ids(slots, "state") if config.check_ids else slots
+def state_table(pages: Pages | UnifiedPages) -> StateTable | None:
+    """Where the states of requests are, asked after the pages of a forward were handed out; None if that is their
+    request rows."""
+    return StateTable(pages.state_slot, pages.state_v2p) if isinstance(pages, UnifiedPages) else None
 
 
 def lend(cache: KVCache | PoolCache, draft: Any) -> Any:

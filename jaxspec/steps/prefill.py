@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxspec.drafting import ExtendContext, extends
 from jaxspec.metadata import draft_extend_metadata, verify_layout
 from jaxspec.steps.fusion import kpool_of
-from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
+from jaxspec.steps.memory import lend, page_rows, state_table, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
@@ -39,6 +39,7 @@ def prefill(spec, params, state: SpecState) -> tuple[SpecState, Array]:
         pages_per_row=config.pages_per_row,
         swa=spec.target.swa_window is not None,
         kpool=kpool_of(spec.target, config),
+        states=spec.target.has_state,
     )
     enough = _fits(spec, state)
 
@@ -83,7 +84,7 @@ def _prefill_chunk(spec, params, state: SpecState, packed: PackedMetadata) -> tu
         pages.v2p,
         packed,
         page_size=config.page_size,
-        state_slots=state_slots(spec, pages, rows),
+        states=state_table(pages) if spec.target.has_state else None,
         kpool=kpool_of(spec.target, config),
         backend=config.kernel_backend,
     )

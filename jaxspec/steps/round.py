@@ -23,7 +23,7 @@ from jaxspec.metadata.ids import unmarked
 from jaxspec.recurrent import commit as commit_states
 from jaxspec.recurrent import take_pending
 from jaxspec.steps.fusion import kpool_of
-from jaxspec.steps.memory import lend, page_rows, state_slots, take_back
+from jaxspec.steps.memory import lend, page_rows, state_table, take_back
 from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.state import (
     CONTEXT,
@@ -163,7 +163,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
         state.metadata,
         page_size=config.page_size,
         limit=config.context_len,
-        state_slots=state_slots(spec, pages, rows),
+        states=state_table(pages) if spec.target.has_state else None,
         kpool=kpool_of(spec.target, config),
         backend=config.kernel_backend,
     )

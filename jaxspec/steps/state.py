@@ -249,6 +249,7 @@ def init_state(
         pages_per_row=config.pages_per_row,
         swa=window is not None,
         kpool=kpool_of(target, config),
+        states=target.has_state,
     )
     state = SpecState(
         cache=cache,
