@@ -277,7 +277,7 @@ def test_launches_of_a_round(algorithm, memory):
     """Metadata of the verify and nothing else for them; one kernel commits all layers."""
     found = launches.trace(launches.Arm("", "", "", *make_step(algorithm, memory=memory, kernel_backend=None)))
     metadata, others = found["metadata"], found["other_kernels"]
-    assert metadata["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert metadata["verify"] == {"forward_metadata": 1}
     assert not metadata["draft"] and not metadata["extend"] and not others["draft"]
     assert others["extend"] == {"commit_context_rows": 1} and others["prefill chunk"]["commit_context_rows"] == 1
     assert found["open_loops"] == 0

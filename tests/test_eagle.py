@@ -175,7 +175,7 @@ def test_launches_of_a_round(memory):
     """Metadata of the verify, and nothing else for extend and chain."""
     found = launches.trace(launches.Arm("", "", "", *make_step(memory=memory, kernel_backend=None)))
     metadata, others = found["metadata"], found["other_kernels"]
-    assert metadata["verify"] == {"decode_metadata": 1, "draft_write_window": 1}
+    assert metadata["verify"] == {"forward_metadata": 1}
     for phase in ("draft", "extend"):
         assert not metadata[phase] and not others[phase]
 
