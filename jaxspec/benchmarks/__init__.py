@@ -6,8 +6,14 @@ A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fiel
 command line needs to know of it.
 """
 
-from jaxspec.benchmarks import acceptance, launches, pool_size, unified_ab
+from jaxspec.benchmarks import acceptance, launches, metadata, pool_size, unified_ab
 
 __all__ = ["BENCHMARKS"]
 
-BENCHMARKS = {"acceptance": acceptance, "launches": launches, "pool-size": pool_size, "unified-ab": unified_ab}
+BENCHMARKS = {
+    "acceptance": acceptance,
+    "launches": launches,
+    "metadata": metadata,
+    "pool-size": pool_size,
+    "unified-ab": unified_ab,
+}
