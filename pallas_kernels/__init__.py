@@ -10,8 +10,7 @@
     replay_state_indices    state slot of each request, -1 for padding
     commit_track_indices    which of the states kept by a verify forward are committed and tracked
     forward_metadata        all metadata of a forward, one launch
-    kpool_metadata          the same over pooled attention alone, by the lengths that a decode, verify or extend counts
-    kpool_decode            its lengths and tables into arrays of their own, for a decode step
+    kpool_decode            lengths and tables of a decode step over pooled attention, into arrays of their own
     kpool_verify            the same for a verify forward
     kpool_draft_extend      the same for a draft extend
     kpool_write_plan        where the keys of pools that a forward closes go
@@ -40,7 +39,7 @@ from pallas_kernels.checked import KernelFault
 from pallas_kernels.context_rows import commit_context_rows
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.forward import forward_metadata
-from pallas_kernels.kpool import kpool_metadata, kpool_metadata_fusion_supported
+from pallas_kernels.kpool_call import kpool_metadata_fusion_supported
 from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
 from pallas_kernels.kpool_selection import RaggedLayout, kpool_append_tail, kpool_ragged_layout
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
@@ -76,7 +75,6 @@ __all__ = [
     "kpool_append_tail",
     "kpool_decode",
     "kpool_draft_extend",
-    "kpool_metadata",
     "kpool_metadata_fusion_supported",
     "kpool_ragged_layout",
     "kpool_verify",

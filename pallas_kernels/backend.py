@@ -25,7 +25,6 @@ KERNELS = (
     "commit_context_rows",
     "page_zero",
     "forward_metadata",
-    "kpool_metadata",
     "kpool_decode",
     "kpool_verify",
     "kpool_draft_extend",

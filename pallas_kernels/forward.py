@@ -7,6 +7,8 @@ The launch is made of the pieces of the single operations (see fused.py), each w
 so no piece waits for another, and what a call does not need has no program.
 """
 
+import dataclasses
+
 from pallas_kernels import backend as backends
 from pallas_kernels import buffers, operands
 from pallas_kernels.buffers import PackedMetadata
@@ -15,7 +17,7 @@ from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.operands import Inputs
 from pallas_kernels.span import Span
 from pallas_kernels.state_indices import StateSlots
-from pallas_kernels.tables import Count, Rows, Tables
+from pallas_kernels.tables import Rows
 from pallas_kernels.views import Array
 
 MODES = ("verify", "draft_extend", "chain")
@@ -48,10 +50,10 @@ def forward_metadata(
     With L = seq_lens[b], the tokens that request b has before the forward, D rows of the window (`out.layout`) and
     q = extend_lens[b]:
 
-        mode             rows that are tokens    keys N            row j of a pooled layer sees E tokens
-        'verify'         all D                   L + D             L + j + 1
-        'draft_extend'   the first q             L + q             L + j + 1 for j < q, else 0
-        'chain'          all D, one by one       L                 L, for the one row with lengths
+        mode             rows that are tokens    keys N    n    row j < n sees E tokens
+        'verify'         all D                   L + D     D    L + j + 1
+        'draft_extend'   the first q             L + q     D    L + j + 1 for j < q, else 0
+        'chain'          all D, one by one       L         1    L
 
     N and E are cut at `limit`. What is written:
 
@@ -65,18 +67,35 @@ def forward_metadata(
         state_slots                    state_v2p[slot_of_req[r]] of request row r, of a layout with has_state; -1 for
                                        r <= 0 and where the slot is 0 or less, out of range or unbound
 
-    and for a layout with kpool the sections that kpool_metadata writes, its tables for the first N tokens, and its
-    write_loc 0, the sink, for pools that start at or behind N.
+    A layout with kpool has n rows with lengths. For the `pool` tokens of a pool, attention pages of
+    page = page_size // pool tokens, which is also the pools of an index page, and slot(t) the FULL slot of token t:
+
+        seqlens_expanded[b * n + j]    E
+        pool_seqlens                   E // pool
+        dsa_cache_seqlens              min(E // pool * pool, topk) + E % pool
+        dsa_cu_seqlens_k               prefix sums of dsa_cache_seqlens
+        real_page_table[b, c]          slot(c * page) // page, of the first N tokens
+        write_start[b]                 L
+        tail_logical_start[b]          L rounded down to a multiple of pool
+        write_loc[b, m]                place of the key of pool g = L // pool + m in the index cache: index page
+                                       slot(g // page * page_size) // page_size times page, plus g % page
+        schedule                       where each processor starts to score the pools of all rows (see Schedule)
+
+    A table has one row a request, which its n rows share. What has no physical page is 0, the sink; so is the write_loc
+    of a pool that starts at or behind N or behind the end of the source.
 
     Args:
       seq_lens: int[B].
-      req_rows, source, page_size, granularity, v2p, full_v2p, swa_v2p, zero_tail: as in decode_metadata.
+      req_rows, source, granularity, v2p, full_v2p, swa_v2p: as in decode_metadata.
+      page_size: tokens of a page of the allocator; it holds one index page, and pool attention pages.
+      zero_tail: whether to clear the columns of the tables past the first N tokens, as in decode_metadata.
       out: PackedMetadata. Donate it to the surrounding jit and it is written in place.
       mode: what the forward is, as above. A decode of one row is a verify of D = 1.
       extend_lens: int[B], rows of each request of a draft extend, at most D.
       anchor: int[B], the token each request starts from.
       limit: end of the context in tokens, a Python integer or an integer array of one element.
-      pool, topk: as in kpool_metadata; they go with a layout with kpool.
+      pool: tokens a pool, a power of two: `out.layout.kpool.pool`.
+      topk: tokens in closed pools that a row attends to at most. Both go with a layout with kpool.
       slot_of_req: int[R], state slot of each request row; without it, the request row itself.
       state_v2p: int[NS], physical slot of each slot, -1 where unbound; without it they are equal.
       backend: as in decode_metadata.
@@ -99,6 +118,18 @@ def forward_metadata(
     ([8], [[5, 0]])
     >>> out.window().full_loc.tolist(), out.state_slots().tolist()
     ([[46, 47, 0]], [1])
+
+    With pooled attention, and nothing that ends the context:
+
+    >>> from pallas_kernels import KPoolShape
+    >>> layout = MetadataLayout(B=1, D=3, P=2, has_swa=False, kpool=KPoolShape(pool=4, rows=3, sms=2))
+    >>> of = jnp.array([14]), jnp.array([1]), jnp.array([[0, 0], [5, 9]])
+    >>> out = forward_metadata(*of, PackedMetadata.zeros(layout), mode="verify", page_size=16, pool=4, topk=8)
+    >>> tables = out.kpool()
+    >>> tables.seqlens_expanded.tolist(), tables.dsa_cache_seqlens.tolist(), tables.pool_seqlens.tolist()
+    ([15, 16, 17], [11, 8, 9], [3, 4, 4])
+    >>> tables.real_page_table.tolist(), tables.page_table.tolist(), tables.write_loc.tolist()
+    ([[20, 21, 22, 23, 36, 0, 0, 0]], [[5, 9]], [[23]])
     """
     backends.check(backend)
     if mode not in MODES:
@@ -130,7 +161,6 @@ def forward_metadata(
         cached=layout.D if mode == "verify" else 0,
         limit=None if limit is None else inputs.scalar("limit", limit),
         before=True,
-        cut=limit is not None,
     )
     req = inputs.add("req_rows", req_rows, 1, batch)
     table = operands.make_source(inputs, source, granularity, page_size)
@@ -138,16 +168,14 @@ def forward_metadata(
     anchors = None if anchor is None else inputs.add("anchor", anchor, 1, batch)
     slots = Slots(req, table, full, pool_shift, table.shift - pool_shift)
     call = Call("forward_metadata", inputs, destination, span, slots)
+    counts = call.counts()
     if layout.kpool is not None:
-        pieces = [call.counts(), call.lengths(topk), call.schedule(), call.plan(reached=True)]
-        pieces.append(call.tables(1, zero_tail))
+        pieces = [counts, call.lengths(topk), call.schedule(), call.plan(reached=True), call.tables(1, zero_tail)]
     else:
-        counts = [Count.cached(span, "cache_seqlens", "cu_seqlens_k")]
-        counts += [] if span.new is None else [Count(span.new, 0, None, "cu_seqlens_q")]
         maps = tuple(pair for pair in (("page_table", full), ("swa_page_table", swa)) if pair[1] is not None)
         columns = Rows(req, table, maps, layout.P, bool(zero_tail)) if layout.P else None
-        pieces = [Tables(call.name, batch, (), destination, tuple(counts), columns)]
-    pieces.append(call.window(anchors, swa, fill=True))
+        pieces = [dataclasses.replace(counts, rows=columns)]
+    pieces.append(call.window(anchors, swa))
     if layout.has_state:
         of_req = None if slot_of_req is None else inputs.add("slot_of_req", slot_of_req, 1)
         if of_req is not None and of_req.shape[0] == 0:

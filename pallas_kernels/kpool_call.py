@@ -1,4 +1,4 @@
-"""One launch over pooled attention: its operands, the pieces that can be made of them, and checks of arguments."""
+"""One launch: its operands, the pieces that can be made of them, and checks of arguments of pooled attention."""
 
 import dataclasses
 
@@ -47,9 +47,9 @@ class Call:
         piece = Schedule(self.destination, self.span, self.slots.pool, packed)
         return piece if self.has("schedule") else None
 
-    def window(self, anchor: Section | None, swa: PageMap | None = None, fill: bool = False) -> Window:
+    def window(self, anchor: Section | None, swa: PageMap | None) -> Window:
         maps = named_maps(self.slots.page_map, swa)
-        return Window(self.destination, self.span, self.slots.req_rows, self.slots.source, maps, anchor, fill)
+        return Window(self.destination, self.span, self.slots.req_rows, self.slots.source, maps, anchor, fill=True)
 
     def plan(self, reached: bool = False) -> WritePlan | None:
         piece = WritePlan(self.destination, self.span, self.slots, reached)
@@ -63,6 +63,22 @@ class Call:
         """The operands `flat` of the destination after one launch of the pieces that are not None."""
         operation = Fused(self.name, tuple(self.inputs.labels), tuple(piece for piece in pieces if piece is not None))
         return backends.run(operation, backend, self.inputs.arrays, flat)
+
+
+def kpool_metadata_fusion_supported(pool: int, page_size: int, topk: int) -> bool:
+    """Whether all metadata of a forward over pooled attention can come from one launch.
+
+    Args:
+      pool: tokens a pool.
+      page_size: tokens an attention page.
+      topk: tokens in closed pools that a row attends to at most.
+
+    Source: the eligibility rule of SGLang's fused KPool metadata.
+
+    >>> kpool_metadata_fusion_supported(4, 64, 2048), kpool_metadata_fusion_supported(1, 64, 2048)
+    (True, False)
+    """
+    return pool > 1 and page_size == 64 and page_size % pool == 0 and topk % pool == 0
 
 
 def check_rows(rows: int) -> int:

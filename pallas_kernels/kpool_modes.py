@@ -1,6 +1,6 @@
-"""kpool_decode, kpool_verify, kpool_draft_extend and kpool_write_plan: parts of kpool_metadata in arrays of their own.
+"""kpool_decode, kpool_verify, kpool_draft_extend and kpool_write_plan: lengths and tables in arrays of their own.
 
-All are the launch of kpool.py with other pieces left out: what `out` lacks is not written.
+All are pieces of the launch of forward.py: what `out` lacks is not written.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def kpool_decode(
         real_page_table[b, c] = slot(c * page_size) // page_size       for c * page_size < S
         page_table[b, c] = real_page_table[b, c * pool] // pool        for c * page_size * pool < S
         write_start[b] = S - 1 and the plan for one new token, see kpool_write_plan
-        cu_seqlens_k, dsa_cu_seqlens_k, schedule: see kpool_metadata
+        cu_seqlens_k, dsa_cu_seqlens_k, schedule: see forward_metadata
 
     The other columns of the tables stay as they are.
 
@@ -181,7 +181,7 @@ def kpool_write_plan(
         seqlens_expanded[b * rows + j] = w + j + 1        pool_seqlens[b * rows + j] = (w + j + 1) // pool
 
     where page(c) is the attention page of column c of the request's row, the last column's for a larger c. The plan of
-    a negative w means nothing. `schedule` is that of kpool_metadata.
+    a negative w means nothing. `schedule` is that of forward_metadata.
 
     Args:
       write_start: int[B], position of the first new token.

@@ -8,7 +8,6 @@ from jax import lax
 from pallas_kernels.buffers import Destination
 from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.lanes import Lanes
-from pallas_kernels.operands import scalar_array, scalar_value
 from pallas_kernels.span import Span
 
 BLOCK = 128  # pools of the forward a program handles
@@ -24,9 +23,8 @@ class WritePlan:
 
         g = 63, 64        which go to place 63 of the request's first index page and 0 of its second
 
-    With a limit, a pool that starts at or past it or past the end of the source goes to place 0, as does one without a
-    physical page. Without, a pool past the end of the source takes the source's last attention page. With `reached`, a
-    pool that starts behind the tokens cached goes to place 0, too.
+    A pool without a physical page goes to place 0. With `reached`, so does one that starts behind the tokens cached or
+    behind the end of the source. Without, a pool behind the end of the source takes the source's last attention page.
     """
 
     destination: Destination
@@ -67,21 +65,18 @@ class WritePlan:
         m = item - b * self.candidates
         start, _ = self.span.load_start(lanes, ins, b, mine)
         row = self.slots.row(lanes, ins, b, mine)
-        limit = None if self.span.limit is None else scalar_value(self.span.limit, lanes, ins)
         pool = (start >> self.slots.pool) + m
-        live = mine
-        if self.reached:
-            live = mine & (pool << self.slots.pool < self.span.load_cached(lanes, ins, b, mine))
-        position, live = self._position(lanes, pool, live, limit)
+        cached = self.span.load_cached(lanes, ins, b, mine) if self.reached else None
+        position, live = self._position(lanes, pool, mine, cached)
         slot, _ = self.slots.load(lanes, ins, row, position, live)
         return (b, m), self._place(lanes, pool, slot), mine
 
-    def _position(self, xp, pool, live, limit):
+    def _position(self, xp, pool, live, cached):
         """(a position in the first attention page of the pool's index page, whether the pool has a place)."""
         slots = self.slots
         column = pool >> slots.page << slots.pool
-        if limit is not None:
-            live = live & (pool >= 0) & (pool << slots.pool < limit) & (column < slots.pages)
+        if cached is not None:
+            live = live & (pool >= 0) & (pool << slots.pool < cached) & (column < slots.pages)
         return xp.minimum(xp.maximum(column, 0), slots.pages - 1) << slots.page, live
 
     def _place(self, xp, pool, slot):
@@ -92,12 +87,9 @@ class WritePlan:
         if not self.span.B:
             return outputs
         start, _ = self.span.read_start(inputs)
-        limit = None if self.span.limit is None else scalar_array(self.span.limit, inputs)
         pool = (start >> self.slots.pool)[:, None] + lax.iota(jnp.int32, self.candidates)[None, :]
-        live = jnp.ones(pool.shape, bool)
-        if self.reached:
-            live = pool << self.slots.pool < self.span.read_cached(inputs)[:, None]
-        position, live = self._position(jnp, pool, live, limit)
+        cached = self.span.read_cached(inputs)[:, None] if self.reached else None
+        position, live = self._position(jnp, pool, jnp.ones(pool.shape, bool), cached)
         slot, _ = self.slots.gather(inputs, position, live)
         values = {
             "req_rows": self.slots.req_rows.read(inputs),

@@ -19,9 +19,8 @@ class Span:
     first    static: tokens that row 0 sees past tokens - new
     start    static: position of the first new token past tokens - new
     cached   static: tokens in the cache past tokens
-    limit    end of the context: no row sees more
+    limit    end of the context: no row sees more, and no more is cached
     before   whether `tokens` are without the new ones: then read tokens + new wherever it says tokens
-    cut      whether the tokens in the cache end at the limit, too
     """
 
     B: int
@@ -33,7 +32,6 @@ class Span:
     cached: int
     limit: int | Section | None
     before: bool = False
-    cut: bool = False
 
     def load(self, lanes: Lanes, ins: tuple, b, j, mask):
         """(tokens seen, row exists) of rows j of requests b in a kernel body; 0 and False where masked off."""
@@ -83,11 +81,11 @@ class Span:
         tokens = self.tokens.load(lanes, ins, (b,), mask) + self.cached
         if self.before and self.new is not None:
             tokens = tokens + self.new.load(lanes, ins, (b,), mask)
-        return lanes.minimum(tokens, scalar_value(self.limit, lanes, ins)) if self.cut else tokens
+        return tokens if self.limit is None else lanes.minimum(tokens, scalar_value(self.limit, lanes, ins))
 
     def read_cached(self, inputs: tuple):
         """The same in jnp, [B]."""
         tokens = self.tokens.read(inputs) + self.cached
         if self.before and self.new is not None:
             tokens = tokens + self.new.read(inputs)
-        return jnp.minimum(tokens, scalar_array(self.limit, inputs)) if self.cut else tokens
+        return tokens if self.limit is None else jnp.minimum(tokens, scalar_array(self.limit, inputs))

@@ -40,8 +40,8 @@ class Count:
     @classmethod
     def cached(cls, span: Span, lengths: str | None, prefix_sums: str | None) -> "Count":
         """The tokens in the cache of each request of a span."""
-        more, limit = (span.new if span.before else None), (span.limit if span.cut else None)
-        return cls(span.tokens, span.cached, lengths, prefix_sums, more, limit)
+        more = span.new if span.before else None
+        return cls(span.tokens, span.cached, lengths, prefix_sums, more, span.limit)
 
     def load(self, lanes: Lanes, ins: tuple, row, mask=None):
         """The lengths of rows in a kernel body, 0 in lanes that are masked off."""

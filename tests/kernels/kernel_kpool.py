@@ -1,4 +1,4 @@
-"""The contract of pooled attention's metadata as plain Python loops over NumPy arrays, and problems to try it on.
+"""The contract of pooled attention's metadata as plain Python loops over NumPy arrays, and destinations for it.
 
 Shares no code with the package. Destinations are a dictionary of arrays, written in place.
 """
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 
-from pallas_kernels import KPoolShape, KPoolTables, MetadataLayout, PackedMetadata
+from pallas_kernels import KPoolTables
 
 STALE = -7
 
@@ -30,30 +30,39 @@ def share_out(pools, processors):
 
 
 def forward(
-    out, seq_lens, req_rows, source, *, mode, rows, pool, topk, page, granularity="token", page_size=None,
-    v2p=None, full_v2p=None, limit=None, extend_lens=None, packed=False, zero_tail=False, anchor=None,
+    out, seq_lens, req_rows, source, *, mode, rows, pool, topk, page, extend_lens=None, packed=False
 ):  # fmt: skip
-    """Everything that a destination is there for; `page`: tokens of an attention page."""
-    page_size = page_size or page
-    full, _ = oracle.split_maps(v2p, full_v2p, None)
-    end = 2**40 if limit is None else int(limit)
-
-    def slot(b, position):
-        found = oracle.virtual_page(source, granularity, page_size, req_rows[b], position)
-        physical = None if found is None else oracle.physical_page(full, found[0])
-        return None if physical is None else physical * page_size + found[1]
-
-    lines, cached, starts = [], [], []  # lines: (request, tokens seen)
+    """What kpool_decode, kpool_verify and kpool_draft_extend write; `page`: tokens of an attention page."""
+    lines, cached, starts = [], [], []
     for b, length in enumerate(map(int, seq_lens)):
         new = rows if extend_lens is None else int(extend_lens[b])
-        first = {"decode": length - 1, "verify": length, "mtp_precompute": length}.get(mode, length - new)
-        starts.append(first)
+        starts.append(length if mode == "verify" else length - new)
         cached.append(length + rows if mode == "verify" else length)
         for j in range(new if packed else rows):
-            seen = {"decode": length, "mtp_precompute": length, "verify": length + j + 1}.get(mode)
-            if seen is None:
-                seen = max(length - new + j + 1, 0)
-            lines.append((b, min(seen, end) if j < new else 0))
+            lines.append((b, max(starts[b] + j + 1, 0) if j < new else 0))
+
+    def slot(b, position):
+        found = oracle.virtual_page(source, "token", page, req_rows[b], position)
+        return None if found is None else found[0] * page + found[1]
+
+    write_all(
+        out, req_rows, lines, cached, starts, slot, rows=rows, pool=pool, topk=topk, page=page, packed=packed,
+        tokens=source.shape[1],
+    )  # fmt: skip
+
+
+def write_all(
+    out, req_rows, lines, cached, starts, slot, *, rows, pool, topk, page, tokens, packed=False, zero_tail=False,
+    reached=False,
+):  # fmt: skip
+    """Everything that a destination is there for.
+
+    lines     (request, tokens seen) of each row of the forward
+    cached    tokens in the cache of each request; starts: position of its first new token
+    slot      slot of (request, position) or None
+    tokens    that a row of the request table holds
+    reached   whether pools that start behind the tokens cached or behind the table have no place
+    """
 
     def write(name, values):
         if out.get(name) is not None:
@@ -66,8 +75,6 @@ def forward(
 
     write("cache_seqlens", cached)
     write_sums("cu_seqlens_k", cached)
-    if extend_lens is not None:
-        write_sums("cu_seqlens_q", extend_lens)
     write("seqlens_expanded", [seen for _, seen in lines])
     write("pool_seqlens", [seen // pool for _, seen in lines])
     write("dsa_cache_seqlens", [attended(seen, pool, topk) for _, seen in lines])
@@ -79,42 +86,27 @@ def forward(
     write("tail_logical_start", [start // pool * pool for start in starts])
 
     if out.get("write_loc") is not None:
-        tokens = source.shape[1] * (page_size if granularity == "page" else 1)
         columns = -(-tokens // page)
         for b, start in enumerate(starts):
             for m in range(out["write_loc"].shape[1]):
                 g = start // pool + m
                 column = g // page * pool
-                allowed = limit is None or (0 <= g * pool < end and column < columns)
+                allowed = not reached or (0 <= g * pool < cached[b] and column < columns)
                 found = slot(b, min(max(column, 0), columns - 1) * page) if allowed else None
                 out["write_loc"][b, m] = 0 if found is None else found // page // pool * page + g % page
 
-    for name, tokens in (("page_table_1", 1), ("real_page_table", page), ("page_table", page * pool)):
+    for name, size in (("page_table_1", 1), ("real_page_table", page), ("page_table", page * pool)):
         table = out.get(name)
-        if table is None or len(seq_lens) == 0:
+        if table is None or not cached:
             continue
-        alone = not packed and len(table) == len(seq_lens)
-        for r, b in enumerate(range(len(seq_lens)) if alone else [b for b, _ in lines]):
+        alone = not packed and len(table) == len(cached)
+        for r, b in enumerate(range(len(cached)) if alone else [b for b, _ in lines]):
             for c in range(table.shape[1]):
-                if c * tokens < cached[b]:
-                    found = slot(b, c * tokens)
-                    table[r, c] = 0 if found is None else found // tokens
+                if c * size < cached[b]:
+                    found = slot(b, c * size)
+                    table[r, c] = 0 if found is None else found // size
                 elif zero_tail:
                     table[r, c] = 0
-
-    if out.get("positions") is not None:
-        options = {"page_size": page_size, "granularity": granularity, "full_v2p": full, "limit": limit}
-        fields = {name: out[name] for name in ("virtual_loc", "full_loc", "positions", "anchor_ids")}
-        oracle.window(fields, starts, req_rows, source, anchor=anchor, **options)
-        for b in range(len(seq_lens) if mode == "draft_extend" else 0):
-            for name in ("virtual_loc", "full_loc"):
-                out[name][b, int(extend_lens[b]) :] = 0
-
-
-def metadata(out, *args, mode, pool, page_size, **arguments):
-    """`forward` of pages of `page_size` tokens, which a table of attention pages splits in as many as a pool has."""
-    rows = out["positions"].shape[1] if mode in ("verify", "draft_extend") else 1
-    forward(out, *args, mode=mode, rows=rows, pool=pool, page=page_size // pool, page_size=page_size, **arguments)
 
 
 def append_tail(out, topk_result, seq_lens, pool_lens, *, pool, page_table=None):
@@ -159,18 +151,6 @@ def tables(batch, rows, *, lines=None, height=None, page=64, pool=4, columns=0, 
         "write_loc": (batch, -(-rows // pool)), "schedule": (processors + 1, 2),
     }  # fmt: skip
     return KPoolTables(**{n: jnp.full(s, STALE, jnp.int32) for n, s in shapes.items() if n not in absent})
-
-
-def packed(batch, rows, pages, pool, *, lengths=None, processors=3):
-    """A stale PackedMetadata; `lengths`: rows a request that have lengths."""
-    shape = KPoolShape(pool, rows if lengths is None else lengths, processors)
-    layout = MetadataLayout(batch, rows, pages, False, shape)
-    return PackedMetadata(jnp.full(layout.size, STALE, jnp.int32), layout)
-
-
-def sections(out: PackedMetadata) -> dict:
-    """The sections as writable arrays by name."""
-    return {name: np.array(place.read((out.buffer,))) for name, place in out.layout.sections.items()}
 
 
 def slots(rng, rows, tokens, page):

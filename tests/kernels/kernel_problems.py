@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_forward as forward
 import kernel_kpool as kpool
 import kernel_oracle as oracle
 import numpy as np
@@ -29,6 +30,7 @@ from pallas_kernels import (
     kpool_places,
     kpool_selection,
     kpool_tables,
+    state_indices,
     streams,
     tables,
     window,
@@ -37,8 +39,12 @@ from pallas_kernels import (
 STALE = -7  # in every cell of a destination before a call
 WINDOW = ("virtual_loc", "full_loc", "swa_loc", "positions", "anchor_ids")
 DECODE = ("cache_seqlens", "cu_seqlens_k", "page_table", "swa_page_table")
-TABLES = ("source", "v2p", "full_v2p", "swa_v2p", "full_to_swa", "topk_result", "page_table")
-POOLED = tuple(f"kpool_metadata, {mode}" for mode in ("decode", "verify", "draft_extend", "mtp_precompute"))
+STATE_TABLES = ("slot_of_req", "state_v2p")
+TABLES = ("source", "v2p", "full_v2p", "swa_v2p", "full_to_swa", "topk_result", "page_table", *STATE_TABLES)
+PLAIN = tuple(f"forward_metadata, {mode}" for mode in forward.MODES)
+POOLED = tuple(f"forward_metadata, pooled {mode}" for mode in forward.MODES)
+FORWARDS = PLAIN + POOLED
+STATES = {"arrays": STATE_TABLES, "wide": STATE_TABLES[:1], "strided": STATE_TABLES[1:], "packed": ()}  # by form
 ORACLES = {
     "decode_metadata": oracle.decode,
     "decode_lengths": oracle.lengths,
@@ -47,7 +53,7 @@ ORACLES = {
     "kv_read_stream": oracle.read_stream,
     "draft_write_window": oracle.window,
     "extend_cache_locs": oracle.extend_locs,
-    **dict.fromkeys(POOLED, kpool.metadata),
+    **dict.fromkeys(FORWARDS, forward.metadata),
     "kpool_append_tail": kpool.append_tail,
     "kpool_ragged_layout": kpool.ragged,
 }
@@ -125,7 +131,7 @@ class Plan:
 
     def __init__(self, operation: str, shape: Shape):
         self.operation, self.shape = operation, shape
-        self.function, _, mode = operation.partition(", ")
+        self.function, _, mode = operation.replace("pooled ", "").partition(", ")
         self.buffers: dict[str, tuple[int, ...]] = {}
         self.inputs: dict[str, Place] = {}
         self.static = {"page_size": shape.page_size, "granularity": shape.granularity, "zero_tail": shape.zero_tail}
@@ -159,10 +165,12 @@ class Plan:
                 self.static = {"pool": shape.pool, "index_page_size": shape.page_size}
             case _:
                 takes |= {"seq_lens": B, "anchor": B, "limit": one} | ({"extend_lens": B} if "extend" in mode else {})
-                self.static |= {"mode": mode, "pool": shape.pool, "topk": 6 * shape.pool}
+                takes |= {n: {"slot_of_req": shape.source[:1], "state_v2p": (shape.NV,)}[n] for n in STATES[shape.form]}
+                self.static |= {"mode": mode}
+                self.static |= {"pool": shape.pool, "topk": 6 * shape.pool} if operation in POOLED else {}
         if "page_table" in OUTPUTS.get(operation, ()) or operation == "kv_read_table":
             self.static["max_pages"] = shape.max_pages
-        elif operation not in POOLED:
+        elif operation not in FORWARDS:
             self.static.pop("zero_tail", None)
         for name, size in takes.items():
             self.inputs[name] = self._input(name, size)
@@ -171,7 +179,7 @@ class Plan:
 
     @property
     def has_swa(self) -> bool:
-        by_token = self.shape.maps == "tokens" and self.operation != "draft_write_window"
+        by_token = self.shape.maps == "tokens" and self.operation not in ("draft_write_window", *FORWARDS)
         return self.operation not in POOLED and (self.shape.maps in ("pages", "pair") or by_token)
 
     def _input(self, name: str, shape: tuple) -> Place:
@@ -212,9 +220,10 @@ class Plan:
         if operation in ("kv_read_table", "kpool_append_tail"):
             sizes["out"] = table if operation == "kv_read_table" else (shape.B, 7 * shape.pool - 1)
         names = [n for n in OUTPUTS.get(operation, ("out",)) if self.has_swa or not n.startswith("swa_")]
-        if operation in POOLED:
-            rows = shape.D if self.static["mode"] in ("verify", "draft_extend") else 1
-            self.layout = MetadataLayout(shape.B, shape.D, shape.P, False, KPoolShape(shape.pool, rows, sms=12))
+        if operation in FORWARDS:
+            rows = 1 if self.static["mode"] == "chain" else shape.D
+            pooled = KPoolShape(shape.pool, rows, sms=12) if operation in POOLED else None
+            self.layout = MetadataLayout(shape.B, shape.D, shape.P, self.has_swa, pooled, has_state=True)
             names = [n for n in self.layout.sections if n != "cu_seqlens_q" or "extend_lens" in self.inputs]
         elif shape.form == "packed" and set(names) <= {*OUTPUTS["draft_extend_metadata"], *WINDOW}:
             self.layout = MetadataLayout(shape.B, shape.D, shape.P, self.has_swa)
@@ -348,6 +357,8 @@ class Problem:
                 return contents["delta"]
             case "limit":
                 return contents["limit"]
+        if name in STATE_TABLES:  # state slots, some of them 0, unbound or past every map
+            return rng.choice([-1, 0, *range(1, shape.NV + 2)], size)
         # Ids: tokens or pages, some of them unbound or past every map; the largest still has its tokens in an int32.
         by_token = {"source": shape.granularity == "token", "full_to_swa": True}.get(name, False)
         largest = 2**31 - 1 if by_token else (2**31 - 1) // shape.page_size
@@ -386,6 +397,18 @@ class Problem:
         for name, cells in self.expected.items():
             message = f"{self.plan.operation}, {backend}, {name}"
             np.testing.assert_array_equal(after[name], cells, err_msg=message, strict=True)
+        return after
+
+    def in_parts(self, backend: str | None) -> dict[str, np.ndarray]:
+        """The destination buffers after the operations that a forward is made of, one launch after the other."""
+        arguments = {name: np.array(place.cells(self.buffers)) for name, place in self.plan.inputs.items()}
+        if self.plan.operation in POOLED:  # whose parts know no limit
+            del arguments["limit"]
+        out = PackedMetadata(self.buffers["packed"], self.plan.layout)
+        sections = forward.in_parts(out=out, **arguments, **self.plan.static, backend=backend)
+        after = {"packed": self.buffers["packed"].copy()}
+        for name, place in self.plan.outputs.items():
+            place.cells(after)[...] = sections[name]
         return after
 
     def requests(self, after: dict[str, np.ndarray]) -> list[list[int] | None]:
@@ -430,6 +453,7 @@ def tiny_blocks(monkeypatch) -> None:
     """Blocks of 4 lanes and 3 programs: small checked problems take every turn of every loop that large ones take."""
     monkeypatch.setattr(checked.CheckedLanes, "least", 4)
     sizes = {"PROGRAMS": 3, "HEAD_LANES": 4, "BLOCK": 4, "COLUMNS": 4}
-    for module in (tables, streams, window, kpool_lengths, kpool_places, kpool_selection, kpool_tables):
+    pooled = kpool_lengths, kpool_places, kpool_selection, kpool_tables
+    for module in (tables, streams, window, state_indices, *pooled):
         for name in sizes.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, sizes[name])

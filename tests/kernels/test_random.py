@@ -1,11 +1,12 @@
-"""Random contents over fixed shapes: every metadata operation, on every backend, against the oracle."""
+"""Random contents over fixed shapes: every metadata operation against the oracle, a forward's against its parts."""
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from kernel_problems import ORACLES, POOLED, Problem, Shape, plan, tiny_blocks
+from kernel_forward import ENDLESS
+from kernel_problems import FORWARDS, ORACLES, POOLED, Problem, Shape, plan, tiny_blocks
 
 from pallas_kernels import checked
 
@@ -29,7 +30,7 @@ QUIET = {"deadline": None, "database": None, "suppress_health_check": list(Healt
 
 
 def each(shapes, *, modes=1):
-    """Every operation at every shape; of the modes of pooled attention, which compile long, `modes` take turns."""
+    """Every operation at every shape; of a forward's modes, which compile long, `modes` of each kind take turns."""
     return pytest.mark.parametrize(
         ("operation", "shape"),
         [
@@ -38,9 +39,14 @@ def each(shapes, *, modes=1):
             )
             for number, s in enumerate(shapes)
             for operation in ORACLES
-            if operation not in POOLED or (POOLED.index(operation) - number) % len(POOLED) < modes
+            if operation not in FORWARDS or _turn(operation, number) < modes
         ],
     )
+
+
+def _turn(operation, number):
+    """When a mode's turn is at the shape of a number; pooled attention is a mode ahead of plain layouts."""
+    return (FORWARDS.index(operation) + (operation in POOLED) - number) % 3
 
 
 @st.composite
@@ -97,6 +103,34 @@ def sweep_checked(operation, shape, examples):
     check()
 
 
+def sweep_parts(operation, shape, backend, examples):
+    @settings(max_examples=examples, **QUIET)
+    @given(contents(operation, shape))
+    def check(values):
+        if operation in POOLED:
+            values["limit"] = np.int32(ENDLESS)
+        problem = Problem(operation, shape, values)
+        found, parts = problem.run(backend)["packed"], problem.in_parts(backend)["packed"]
+        np.testing.assert_array_equal(found, parts, strict=True)
+
+    check()
+
+
+@pytest.mark.parametrize("backend", ["reference", "checked"])
+@pytest.mark.parametrize("shape", [SMALL[0], SMALL[2], SMALL[3], EMPTY], ids=lambda shape: shape.form)
+@pytest.mark.parametrize("operation", FORWARDS)
+def test_one_launch_equals_its_parts(operation, shape, backend):
+    sweep_parts(operation, shape, backend, examples=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"B={shape.B},P={shape.P},{shape.form}")
+@pytest.mark.parametrize("operation", FORWARDS)
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_one_launch_equals_its_parts_on_a_gpu(operation, shape, backend):
+    sweep_parts(operation, shape, backend, examples=4)
+
+
 @each(QUICK)
 def test_backends_that_run_anywhere(operation, shape):
     slow = operation in POOLED and shape in LARGE  # to compile for the interpreter
@@ -129,7 +163,7 @@ def test_checked_in_tiny_blocks(operation, shape, monkeypatch):
 
 
 @pytest.mark.slow
-@each(SMALL, modes=4)
+@each(SMALL, modes=3)
 @pytest.mark.parametrize("tiny", [False, True])
 def test_checked_at_length(operation, shape, tiny, monkeypatch):
     if tiny:
