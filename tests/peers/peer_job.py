@@ -53,6 +53,8 @@ class Shape:
             raise Refused(f"shape {text!r} is not three integers: give requests,tokens,rows such as 8,8192,4") from None
         if min(dataclasses.astuple(shape)) < 1 or shape.D > MOST_ROWS:
             raise Refused(f"shape {text!r}: requests, tokens and rows are at least 1, rows at most {MOST_ROWS}")
+        if (shape.B + 2) * (shape.live + 2 * MOST_ROWS) > 2**31 - 1:
+            raise Refused(f"shape {text!r}: it has more tokens than an int32 can number")
         return shape
 
     def __str__(self):

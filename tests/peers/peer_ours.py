@@ -46,7 +46,8 @@ def timed(job: Job, backend: str) -> tuple[list[dict[str, Samples]], list[str]]:
     shapes = " ".join(map(str, job.shapes))
     found = metadata.run(metadata.Settings(shapes=shapes, widths="", backend=backend, runs=job.runs))
     rows = {(row["kind"], row["B"], row["live"], row["D"]): row["arms"] for row in found.results["rows"]}
-    arms = {"touch": metadata.TOUCH, "empty": f"{metadata.EMPTY}, {backend}", "all": f"{metadata.FUSED}, {backend}"}
+    of_backend = {"empty": metadata_problem.EMPTY, "all": metadata_problem.FUSED}
+    arms = {"touch": metadata_problem.TOUCH, **{program: f"{arm}, {backend}" for program, arm in of_backend.items()}}
     samples = []
     for shape in job.shapes:
         of_shape = {work: rows[KINDS[work], *dataclasses.astuple(shape)] for work in OUTPUTS}

@@ -9,7 +9,6 @@ from peer_job import OUTPUTS, Arrays, Job, Samples, Shape, Side, of_work
 
 WORKS = {"step": "FULL+SWA verify with state slots", "kpool": "KPool verify"}
 PARTS = {"step": ("window", "tables", "state"), "kpool": ()}  # what the peer's program consists of, timed as well
-TABLES = ("page_table", "swa_page_table", "real_page_table")
 
 
 def goal(work: str, shape: Shape) -> float | None:
@@ -92,10 +91,10 @@ def judge(job: Job, inputs: Sequence[Arrays], theirs: Side, ours: Side) -> list[
 
 
 def differences(names: Sequence[str], live: np.ndarray, D: int, theirs: Arrays, ours: Arrays) -> list[str]:
-    """What the sides wrote differently, a line an array.
+    """What the sides wrote differently, a line an array. All of it counts where the contracts agree, but
 
-    Of a page table the live pages of each request count, since behind them the contracts differ; theirs may have a row
-    for each of the D rows of a request, where ours has one. Of the rows' token ids column 0 counts, the anchors.
+    of real_page_table the live pages of each request: ours clears the columns behind them, theirs leaves them. Theirs
+    has a row for each of the D rows of a request, ours one. And of the rows' token ids column 0, the anchors.
     """
     found = []
     for name in names:
@@ -105,10 +104,9 @@ def differences(names: Sequence[str], live: np.ndarray, D: int, theirs: Arrays, 
         a, b = theirs[name], ours[name]
         if name == "anchor_ids":
             a, b = a[:, :1], b[:, :1]
-        if name in TABLES:
-            if len(a) == len(live) * D:
-                b = np.repeat(b, len(a) // len(b), axis=0)
-            mask = np.arange(a.shape[-1]) < np.repeat(live, len(a) // len(live))[:, None]
+        if name == "real_page_table":
+            b = np.repeat(b, D, axis=0)
+            mask = np.arange(a.shape[1]) < np.repeat(live, D)[:, None]
             a, b = (np.where(mask, side, 0) if side.shape == mask.shape else side for side in (a, b))
         if a.shape != b.shape:
             found.append(f"{name}: theirs is {list(a.shape)}, ours {list(b.shape)}")
