@@ -2,8 +2,8 @@
 
     python tests/conformance.py FILE.npz [--backend reference|interpret|checked|triton|mosaic] [--kernel NAME]
 
-NAME is a recorded kernel. With `fused_` before it, its cases go through the one launch that a forward with pooled
-attention uses, kpool_metadata, into a packed buffer. It may hold wildcards, as in 'kpool_*' and 'fused_*'.
+NAME is a recorded kernel. With `fused_` before it, its cases go through the one launch that a forward uses,
+forward_metadata, into a packed buffer. It may hold wildcards, as in 'kpool_*' and 'fused_*'.
 
 tests/data/README.md describes the format. Every destination cell holds -7 before a call and whole arrays are compared,
 so a cell that the contract does not name must still be -7 afterwards. A case passes when the forms of its call do:
@@ -33,6 +33,7 @@ import jax
 import numpy as np
 import quick_compile
 from conformance_cases import STALE, BadFile, Call, Case, Failed, File
+from conformance_fused import FUSED_ADAPTERS
 from conformance_kpool import KPOOL_ADAPTERS
 from conformance_selection import SELECTION_ADAPTERS
 
@@ -300,6 +301,7 @@ ADAPTERS: dict[str, Callable[[Case], Iterator[Call]]] = {
         state_scatter,
         *KPOOL_ADAPTERS,
         *SELECTION_ADAPTERS,
+        *FUSED_ADAPTERS,
     )
 }
 FUSED = "fused_"

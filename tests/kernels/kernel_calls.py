@@ -23,10 +23,10 @@ from pallas_kernels import (
     draft_extend_metadata,
     draft_write_window,
     extend_cache_locs,
+    forward_metadata,
     kpool_append_tail,
     kpool_decode,
     kpool_draft_extend,
-    kpool_metadata,
     kpool_ragged_layout,
     kpool_verify,
     kpool_write_plan,
@@ -183,18 +183,32 @@ def ragged(out, table, first_page, pages, first_row, rows, seen, backend):
     return kpool_ragged_layout(table, first_page, pages, first_row, rows, seen, out, pool=POOL, backend=backend)
 
 
-def pooled(mode, out, seq_lens, rows, source, v2p, anchor, limit, backend, new=None):
-    options = {"mode": mode, "pool": POOL, "topk": TOPK, "page_size": POOL * PAGE, "v2p": v2p, "anchor": anchor}
-    return kpool_metadata(seq_lens, rows, source, out, limit=limit, extend_lens=new, backend=backend, **options)
+def forward(mode, out, seq_lens, rows, source, v2p, anchor, limit, *more, backend):
+    """A forward; `more`: extend_lens of a draft extend, and the two tables of states of a layout that has them."""
+    options = {"mode": mode, "page_size": PAGE, "v2p": v2p, "anchor": anchor, "limit": limit, "backend": backend}
+    if mode == "draft_extend":
+        options["extend_lens"], *more = more
+    if more:
+        options["slot_of_req"], options["state_v2p"] = more
+    if out.layout.kpool is not None:
+        options |= {"pool": POOL, "topk": TOPK, "page_size": POOL * PAGE}
+    return forward_metadata(seq_lens, rows, source, out, **options)
 
 
-def pooled_extend(out, seq_lens, rows, source, v2p, anchor, limit, new, backend):
-    return pooled("draft_extend", out, seq_lens, rows, source, v2p, anchor, limit, backend, new)
+def forward_static(out, seq_lens, rows, source, full, swa, backend):
+    """Separate maps, token granularity, nothing that a call may leave out."""
+    options = {"full_v2p": full, "swa_v2p": swa, "page_size": PAGE, "granularity": "token", "zero_tail": False}
+    return forward_metadata(seq_lens, rows, source, out, mode="verify", limit=512, backend=backend, **options)
 
 
-def pooled_out(rows):
-    layout = MetadataLayout(B, D, P, False, KPoolShape(POOL, rows))
+def forward_out(rows=D, pages=P, *, swa=False, lengths=None, state=False):
+    """A packed destination; `lengths`: rows that have lengths, of a layout with pooled attention."""
+    kpool = None if lengths is None else KPoolShape(POOL, lengths)
+    layout = MetadataLayout(B, rows, pages, swa, kpool, state)
     return PackedMetadata(int32(layout.size), layout)
+
+
+FORWARD = {mode: functools.partial(forward, mode) for mode in ("verify", "draft_extend", "chain")}
 
 
 def pooled_tables(rows, lines, height):
@@ -234,6 +248,7 @@ PLAN = pooled_tables(D, B * D, B)._replace(
     **dict.fromkeys(["real_page_table", "page_table", "paged_mqa_ctx_lens_2d"]),
 )
 WINDOW = (*PAIRS, int32(B), int32())
+STATES = (int32(R), int32(SLOTS))
 CALLS = {  # name: (function whose last argument is a backend, its other arguments with the destination first, launches)
     "decode, packed": (decode, (PACKED, *PAIRS), 1),
     "decode, separate": (decode, (TABLES, *PAIRS), 1),
@@ -277,10 +292,25 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
         (array(jnp.uint16, UNITS, U), array(jnp.bfloat16, B * D, L * 2 * HEADS * 64), *_turn(64)),
         1,
     ),
-    "pooled decode": (functools.partial(pooled, "decode"), (pooled_out(1), *WINDOW), 1),
-    "pooled verify": (functools.partial(pooled, "verify"), (pooled_out(D), *WINDOW), 1),
-    "pooled extend": (pooled_extend, (pooled_out(D), *WINDOW, int32(B)), 1),
-    "pooled precompute": (functools.partial(pooled, "mtp_precompute"), (pooled_out(1), *WINDOW), 1),
+    "forward, verify": (FORWARD["verify"], (forward_out(swa=True), *WINDOW), 1),
+    "forward, verify, states": (FORWARD["verify"], (forward_out(swa=True, state=True), *WINDOW, *STATES), 1),
+    "forward, verify, FULL": (FORWARD["verify"], (forward_out(state=True), *WINDOW), 1),
+    "forward, verify, static": (forward_static, (forward_out(swa=True), *ROWS, int32(NV), int32(NV)), 1),
+    "forward, extend, states": (
+        FORWARD["draft_extend"],
+        (forward_out(swa=True, state=True), *WINDOW, int32(B), *STATES),
+        1,
+    ),
+    "forward, chain": (FORWARD["chain"], (forward_out(swa=True), *WINDOW), 1),
+    "forward, lengths and states": (FORWARD["verify"], (forward_out(0, 0, state=True), *WINDOW, *STATES), 1),
+    "forward, pooled decode": (FORWARD["verify"], (forward_out(1, lengths=1), *WINDOW), 1),
+    "forward, pooled verify, states": (
+        FORWARD["verify"],
+        (forward_out(lengths=D, state=True), *WINDOW, *STATES),
+        1,
+    ),
+    "forward, pooled extend": (FORWARD["draft_extend"], (forward_out(lengths=D), *WINDOW, int32(B)), 1),
+    "forward, pooled chain": (FORWARD["chain"], (forward_out(lengths=1), *WINDOW), 1),
     "kpool decode": (slots_decode, (pooled_tables(1, B, B), int32(B), int32(B), int32(R, N)), 1),
     "kpool verify": (slots_verify, (pooled_tables(D, B * D, B * D), int32(B), int32(B), int32(R, N)), 1),
     "kpool extend": (slots_extend, (pooled_tables(D, 17, 17), int32(B), int32(B), int32(B), int32(R, N)), 1),

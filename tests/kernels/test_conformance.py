@@ -34,8 +34,11 @@ RECORDED = {
         "kpool_ragged_layout": 8,
     },
 }
-PARTS = ("kpool_decode", "kpool_verify", "kpool_draft_extend", "kpool_write_plan")
-FUSED = {"fused_" + name: RECORDED["kpool.npz"][name] for name in PARTS}  # the same cases in one launch
+PARTS = {  # of a forward
+    "translated.npz": ("decode_metadata", "draft_extend_metadata", "draft_write_window"),
+    "recurrent.npz": ("replay_state_indices",),
+    "kpool.npz": ("kpool_decode", "kpool_verify", "kpool_draft_extend", "kpool_write_plan"),
+}
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
@@ -48,10 +51,10 @@ def test_every_recorded_case(name, kernel, backend, capsys):
 @pytest.mark.parametrize(
     "backend", [pytest.param(b, marks=pytest.mark.slow) if b == "interpret" else b for b in cases.BACKENDS]
 )
-@pytest.mark.parametrize("kernel", FUSED)
-def test_every_recorded_case_of_a_part_through_the_launch_of_a_forward(kernel, backend, capsys):
-    status = conformance.main([str(DATA / "kpool.npz"), "--backend", backend, "--kernel", kernel])
-    assert (capsys.readouterr().out, status) == (f"{FUSED[kernel]} passed, 0 failed\n", 0)
+@pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name in PARTS for kernel in PARTS[name]])
+def test_every_recorded_case_of_a_part_through_the_launch_of_a_forward(name, kernel, backend, capsys):
+    status = conformance.main([str(DATA / name), "--backend", backend, "--kernel", f"fused_{kernel}"])
+    assert (capsys.readouterr().out, status) == (f"{RECORDED[name][kernel]} passed, 0 failed\n", 0)
 
 
 @pytest.mark.parametrize(("name", "count"), [("translated.npz", 114), ("recurrent.npz", 38), ("kpool.npz", 72)])

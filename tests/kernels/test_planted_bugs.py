@@ -6,7 +6,7 @@ import dataclasses
 import kernel_problems as problems
 import numpy as np
 import pytest
-from kernel_problems import ORACLES, POOLED, STALE, Shape
+from kernel_problems import FORWARDS, ORACLES, PLAIN, POOLED, STALE, Shape
 from kernel_small import Small, run_small
 
 from pallas_kernels import KernelFault, checked, kpool_selection, kpool_tables, streams, tables, window
@@ -17,6 +17,7 @@ from pallas_kernels.kpool_slots import Slots
 from pallas_kernels.kpool_tables import PageTables
 from pallas_kernels.operands import PageMap, Source
 from pallas_kernels.span import Span
+from pallas_kernels.state_indices import StateSlots
 from pallas_kernels.views import Section
 
 
@@ -178,8 +179,31 @@ def _longer_history(self, xp, length, pools, column, real=kpool_selection.Append
     return history + 1, *rest
 
 
-def _span_without_limit(self, lanes, ins, b, j, mask, real=Span.load):
-    return real(dataclasses.replace(self, limit=None), lanes, ins, b, j, mask)
+def _with(kind, name, **changes):
+    """(class, method, what to replace it with): the method of an object of which some fields are others."""
+    real = getattr(kind, name)
+    return kind, name, lambda self, *arguments: real(dataclasses.replace(self, **changes), *arguments)
+
+
+def _start_of_all_rows(self, lanes, ins, b, mask=None, real=Span.load_start):
+    return real(self, lanes, ins, b, mask)[0], None
+
+
+def _states_with(change, real=StateSlots.body):
+    return lambda self, *arguments: real(dataclasses.replace(self, **change(self)), *arguments)
+
+
+def _longer(place):
+    return dataclasses.replace(place, shape=(1000,))
+
+
+def _states_of_the_sink(self, lanes, program, ins, outs):
+    b = lanes.iota(4) + program * 4
+    inside = b < self.B
+    row = self.req_rows.load(lanes, ins, (b,), inside)
+    live = inside & (row >= 0) & (row < self.slots.shape[0])
+    slot = self.slots.load(lanes, ins, (row,), live, -1)
+    self.out.store(lanes, outs, (b,), lanes.maximum(self.table.load(lanes, ins, slot, 0, 0, live), -1), inside)
 
 
 def _found_at_page_start(self, xp, entry, offset, physical, live, real=Slots._found):
@@ -187,8 +211,12 @@ def _found_at_page_start(self, xp, entry, offset, physical, live, real=Slots._fo
     return xp.where(slot < 0, slot, slot - offset), virtual
 
 
-def _position_without_limit(self, xp, pool, live, limit, real=WritePlan._position):
+def _place_of_pools_behind(self, xp, pool, live, cached, real=WritePlan._position):
     return real(self, xp, pool, live, None)
+
+
+def _place_one_pool_late(self, xp, pool, live, cached, real=WritePlan._position):
+    return real(self, xp, pool, live, cached + 1)
 
 
 def _stride_without_last(self, lanes, split, first, count, write, real=kpool_selection.LayRagged._stride):
@@ -199,36 +227,37 @@ TABLES = {"decode_metadata", "draft_extend_metadata", "kv_read_table"}
 STREAMS = {"kv_read_stream", "extend_cache_locs"}
 WINDOWS = {"draft_write_window"}
 READERS = TABLES | STREAMS | WINDOWS  # of the request table
-POOLS = {*POOLED[1:3]}  # verify and draft extend have all that the other modes have
+PASSES = {*PLAIN[:2], *POOLED[:2]}  # forwards: a verify and a draft extend have all that a chain has
+POOLS, EXTENDS = PASSES & {*POOLED}, {PLAIN[1], POOLED[1]}
 RAGGED = {"kpool_ragged_layout"}
-OPERATIONS = [name for name in ORACLES if name not in {*POOLED} - POOLS]
+OPERATIONS = [name for name in ORACLES if name not in {*FORWARDS} - PASSES]
 KINDS = (tables.Tables, streams.Stream, window.Window)
 # name: (operations that have the spot, what to replace, the fault)
 BUGS = {
     "no bound on the table's columns": (
-        READERS | POOLS,
+        READERS | PASSES,
         [(Source, "load", _source_without_bounds)],
         "load out of range of source",
     ),
     "no mask on the table's load": (
-        READERS | POOLS,
+        READERS | PASSES,
         [(Source, "load", _source_of_every_lane)],
         "load of dead cells of source",
     ),
     "a request row as it comes": (
-        READERS | POOLS,
+        READERS | PASSES,
         [(Source, "row", lambda self, xp, row: row)],
         "load out of range of source",
     ),
     "-1 in place of the sink row": (
-        READERS | POOLS,
+        READERS | PASSES,
         [(Source, "row", lambda self, xp, row: xp.where((row >= 0) & (row < self.place.shape[0]), row, -1))],
         "load out of range of source.*: .-1,",
     ),
     "no bound on the map": (
-        TABLES | WINDOWS | POOLS | {"kv_read_stream"},
+        TABLES | WINDOWS | PASSES | {"kv_read_stream"},
         [(PageMap, "load", _map_without_bounds)],
-        "load out of range of (v2p|full_v2p|swa_v2p)",
+        "load out of range of (v2p|full_v2p|swa_v2p|state_v2p)",
     ),
     "no mask on the stores": (
         set(OPERATIONS),
@@ -285,7 +314,7 @@ BUGS = {
         "store to cells another program wrote",
     ),
     "pieces without a last program": (
-        POOLS,
+        PASSES,
         [(Fused, "_run", staticmethod(_piece_without_end))],
         "out of range|another program (wrote|read)",
     ),
@@ -293,6 +322,22 @@ BUGS = {
         POOLS,
         [(PageTables, "_part", _part_of_the_finest)],
         "store by several lanes of out",
+    ),
+    "no bound on the slots of requests": (
+        PASSES,
+        [(StateSlots, "body", _states_with(lambda self: {"slots": _longer(self.slots)}))],
+        "load out of range of slot_of_req",
+    ),
+    "no bound on the map of states": (
+        PASSES,
+        [
+            (
+                StateSlots,
+                "body",
+                _states_with(lambda self: {"table": dataclasses.replace(self.table, place=_longer(self.table.place))}),
+            )
+        ],
+        "load out of range of state_v2p",
     ),
     "no end of the places": (
         RAGGED,
@@ -308,9 +353,22 @@ BUGS = {
 # name: (operations, what to replace). No access is wrong, but a result is.
 WRONG = {
     "sums of a chunk forgotten": (POOLS, [(RowLengths, "_add", staticmethod(lambda total, more: more))]),
-    "a limit forgotten": ({POOLED[1]}, [(Span, "load", _span_without_limit)]),
+    "rows that see past the limit": ({POOLED[0]}, [_with(Span, "load", limit=None)]),
+    "keys past the limit": (PASSES, [_with(tables.Count, "load", limit=None)]),
+    "pages past the limit": (POOLS, [_with(Span, "load_cached", limit=None)]),
+    "new rows that are no keys": (EXTENDS, [_with(tables.Count, "load", more=None)]),
+    "new rows without pages": ({POOLED[1]}, [_with(Span, "load_cached", new=None)]),
+    "new rows that begin too early": (EXTENDS, [_with(Span, "load_start", before=False)]),
+    "new rows that see too little": ({POOLED[1]}, [_with(Span, "load", before=False)]),
+    "rows that are no tokens, written": (EXTENDS, [(Span, "load_start", _start_of_all_rows)]),
+    "ids behind the anchor, left": (PASSES, [_with(window.Window, "body", fill=False)]),
+    "a state of row 0 and of slot 0": (PASSES, [(StateSlots, "body", _states_of_the_sink)]),
+    "states at virtual slots": (PASSES, [_with(StateSlots, "body", table=PageMap("identity"))]),
+    "states at request rows": (PASSES, [_with(StateSlots, "body", slots=None)]),
+    "states of the first requests alone": (PASSES, [(StateSlots, "programs", property(lambda self: 1))]),
     "a slot without its place in the page": (POOLS, [(Slots, "_found", _found_at_page_start)]),
-    "a plan past the limit": (POOLS, [(WritePlan, "_position", _position_without_limit)]),
+    "places of pools behind the table": (POOLS, [(WritePlan, "_position", _place_of_pools_behind)]),
+    "places of pools behind the forward": ({POOLED[1]}, [(WritePlan, "_position", _place_one_pool_late)]),
     "a processor forgotten": (POOLS, [(Schedule, "processors", property(lambda self: 11))]),
     "0 in place of nothing": ({"kpool_append_tail"}, [(kpool_selection, "NOTHING", 0)]),
     "the last place forgotten": (RAGGED, [(kpool_selection.LayRagged, "_stride", _stride_without_last)]),
