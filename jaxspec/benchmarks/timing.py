@@ -30,7 +30,7 @@ from jaxspec.steps.step import compiler_options
 from pallas_kernels import backend as backends
 
 Array = jax.Array
-Vectors = dict[str, Array]  # "seq_lens" and others, int32[B] each
+Vectors = dict[str, Array]  # int32[B] each, "seq_lens" among them if lengths are to move
 Step = Callable[[Vectors, Any, Any], tuple[Vectors, Any]]
 
 BLOCK = 256  # requests a program of the touch moves
@@ -97,15 +97,16 @@ def touch(vectors: Vectors, total: Array, out: Any, move: int, backend: str | No
     """The vectors for the next step, "seq_lens" moved, and a sum of one cell of every output.
 
     Args:
-      vectors: int32[B] each.
+      vectors: int32[B] each, at least one.
       total: int32[1], the sum so far.
       out: int32 arrays, in any tree.
       move: tokens.
       backend: who runs the kernel, see `pallas_kernels`.
     """
     leaves = jax.tree.leaves(out)
-    names = ["seq_lens", *sorted(vectors.keys() - {"seq_lens"})]
-    operation = Touch(len(vectors["seq_lens"]), move, tuple(f"output {n}" for n in range(len(leaves))))
+    names = sorted(vectors, key=lambda name: (name != "seq_lens", name))
+    move = move if "seq_lens" in vectors else 0
+    operation = Touch(len(vectors[names[0]]), move, tuple(f"output {n}" for n in range(len(leaves))))
     carried = (*(vectors[name] for name in names), total)
     *moved, total = backends.run(operation, backend, tuple(leaves), carried)
     return dict(zip(names, moved, strict=True)), total
