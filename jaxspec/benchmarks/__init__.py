@@ -6,12 +6,13 @@ A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fiel
 command line needs to know of it.
 """
 
-from jaxspec.benchmarks import acceptance, launches, metadata, pool_size, unified_ab
+from jaxspec.benchmarks import acceptance, fusion_ab, launches, metadata, pool_size, unified_ab
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     "acceptance": acceptance,
+    "fusion-ab": fusion_ab,
     "launches": launches,
     "metadata": metadata,
     "pool-size": pool_size,
