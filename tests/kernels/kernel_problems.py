@@ -445,7 +445,11 @@ def ordinary(operation: str, shape: Shape, seed: int) -> Problem:
     full = shape.P * shape.page_size
     each = lambda low, high: rng.integers(low, high + 1, shape.B).astype(np.int32)  # noqa: E731
     contents = {"lengths": each(0, full), "rows": each(-1, shape.source[0]), "starts": each(-1, shape.reach)}
-    contents |= {"spans": each(0, 2 * shape.N // max(shape.B, 1)), "delta": rng.integers(0, 3), "limit": np.int32(full)}
+    contents |= {
+        "spans": each(0, 2 * shape.N // max(shape.B, 1)),
+        "delta": rng.integers(0, 3),
+        "limit": rng.integers(1, full + 1),
+    }
     return Problem(operation, shape, contents | {"bad": 0.2, "seed": seed})
 
 

@@ -339,6 +339,16 @@ BUGS = {
         ],
         "load out of range of state_v2p",
     ),
+    "a state of row 0 and of slot 0": (
+        PASSES,
+        [(StateSlots, "body", _states_of_the_sink)],
+        "load of dead cells of (slot_of_req|state_v2p)",
+    ),
+    "states at request rows": (
+        PASSES,
+        [_with(StateSlots, "body", slots=None)],
+        "load of dead cells of state_v2p",
+    ),
     "no end of the places": (
         RAGGED,
         [(kpool_selection.LayRagged, "sizes", property(lambda self: (1000, 1000)))],
@@ -362,9 +372,7 @@ WRONG = {
     "new rows that see too little": ({POOLED[1]}, [_with(Span, "load", before=False)]),
     "rows that are no tokens, written": (EXTENDS, [(Span, "load_start", _start_of_all_rows)]),
     "ids behind the anchor, left": (PASSES, [_with(window.Window, "body", fill=False)]),
-    "a state of row 0 and of slot 0": (PASSES, [(StateSlots, "body", _states_of_the_sink)]),
     "states at virtual slots": (PASSES, [_with(StateSlots, "body", table=PageMap("identity"))]),
-    "states at request rows": (PASSES, [_with(StateSlots, "body", slots=None)]),
     "states of the first requests alone": (PASSES, [(StateSlots, "programs", property(lambda self: 1))]),
     "a slot without its place in the page": (POOLS, [(Slots, "_found", _found_at_page_start)]),
     "places of pools behind the table": (POOLS, [(WritePlan, "_position", _place_of_pools_behind)]),
