@@ -79,7 +79,7 @@ def _refuse(message: str):
 
 def run_side(name: str, folder: Path, job: Job) -> Side:
     """Runs one side in a process of its own, since each library wants the GPU for itself."""
-    print(f"{name}: {', '.join(map(str, job.shapes))} ...", file=sys.stderr, flush=True)
+    print(f"{name}: {'  '.join(map(str, job.shapes))} ...", file=sys.stderr, flush=True)
     words = [sys.executable, str(HERE / SIDES[name]), str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if (folder / REFUSAL).is_file():
