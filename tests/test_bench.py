@@ -265,7 +265,10 @@ def test_without_a_known_name_there_is_one_line(capsys, words):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    names = "generate, doctor, bench acceptance, bench launches, bench pool-size, bench unified-ab"
+    names = (
+        "generate, doctor, bench acceptance, bench fusion-ab, bench launches, bench metadata, bench pool-size, "
+        "bench unified-ab"
+    )
     assert err == f"error: {' '.join(words)!r} is no command: there are {names}\n"
 
 
