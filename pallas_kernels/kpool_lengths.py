@@ -37,16 +37,17 @@ class RowLengths:
 
     @property
     def programs(self) -> int:
-        return int(self.span.B * self.span.rows > 0 and any(name in self.destination for name in OUTPUTS))
+        # Without rows the leading 0 of the prefix sums is left to write.
+        return int(self.span.B > 0 and any(name in self.destination for name in OUTPUTS))
 
     def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
         span, total = self.span, self.span.B * self.span.rows
         width = lanes.width(total, HEAD_LANES)
         before = attended_before = None
-        for first in range(0, total, width):
+        for first in range(0, max(total, 1), width):
             item = lanes.iota(width) + first
             valid = item < total
-            b = lanes.div(item, span.rows)
+            b = lanes.div(item, max(span.rows, 1))
             j = item - b * span.rows
             seen, live = span.load(lanes, ins, b, j, valid)
             pools = seen >> self.pool
@@ -141,15 +142,15 @@ class Schedule:
 
     @property
     def programs(self) -> int:
-        return self.processors + 1 if self.span.B * self.span.rows else 0
+        return self.processors + 1 if self.span.B else 0
 
     def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
         """One entry: how many rows end before it, and the blocks of those."""
         span, total = self.span, self.span.B * self.span.rows
         width, chunks = lanes.width(total, HEAD_LANES), []
-        for first in range(0, total, width):
+        for first in range(0, max(total, 1), width):
             item = lanes.iota(width) + first
-            valid, b = item < total, lanes.div(item, span.rows)
+            valid, b = item < total, lanes.div(item, max(span.rows, 1))
             seen, live = span.load(lanes, ins, b, item - b * span.rows, valid)
             live = live if self.packed else valid
             blocks = 1 + (lanes.maximum((seen >> self.pool) - 1, 0) >> SHARE)

@@ -310,6 +310,7 @@ CALLS = {  # name: (function whose last argument is a backend, its other argumen
         1,
     ),
     "forward, pooled extend": (FORWARD["draft_extend"], (forward_out(lengths=D), *WINDOW, int32(B)), 1),
+    "forward, pooled, no rows": (FORWARD["verify"], (forward_out(0, lengths=0), *WINDOW), 1),
     "forward, pooled chain": (FORWARD["chain"], (forward_out(lengths=1), *WINDOW), 1),
     "kpool decode": (slots_decode, (pooled_tables(1, B, B), int32(B), int32(B), int32(R, N)), 1),
     "kpool verify": (slots_verify, (pooled_tables(D, B * D, B * D), int32(B), int32(B), int32(R, N)), 1),

@@ -53,7 +53,8 @@ def metadata(
         if name in out:
             oracle.read_table(out[name], cached, req_rows, source, zero_tail=zero_tail, v2p=table, **of)
 
-    oracle.window(out, starts, req_rows, source, full_v2p=full, swa_v2p=swa, anchor=anchor, limit=limit, **of)
+    first = anchor if rows else None  # without rows there is no column to hold it
+    oracle.window(out, starts, req_rows, source, full_v2p=full, swa_v2p=swa, anchor=first, limit=limit, **of)
     for b, count in enumerate(tokens):
         for name in {"virtual_loc", "full_loc", "swa_loc"} & out.keys():
             out[name][b, count:] = 0

@@ -182,7 +182,7 @@ def test_an_empty_batch(mode, kind, backend):
     assert all(found[name].tolist() == [0] for name in sums)
 
 
-@pytest.mark.parametrize("backend", cases.BACKENDS)
+@quick_backends
 @each_kind
 @each_mode
 @pytest.mark.parametrize(("rows", "columns"), [(0, 5), (3, 0), (0, 0)])
