@@ -224,17 +224,15 @@ def test_inputs_that_are_views(kind, backend):
 # Against its parts ---------------------------------------------------------------------------------------------------
 
 
-@each_backend
+@quick_backends
 @each_kind
 @each_mode
 @pytest.mark.parametrize("granularity", ["page", "token"])
 def test_one_launch_equals_its_parts(granularity, mode, kind, backend):
     """decode_metadata or its like, draft_write_window and replay_state_indices, called one after the other."""
-    if backend == "interpret" and granularity == "token":
-        pytest.skip("every program compiled once is enough")
     out, arguments = destination(kind, mode), call(kind, mode, seed=7, granularity=granularity)
     limit = None if kind == "pooled" else int32(70)
-    parts = forward.in_parts(out=out, **arguments, limit=limit, backend="reference" if backend is None else backend)
+    parts = forward.in_parts(out=out, **arguments, limit=limit, backend=backend)
     compare(run(out, backend, **arguments, limit=limit), parts)
 
 

@@ -116,7 +116,7 @@ def sweep_parts(operation, shape, backend, examples):
     check()
 
 
-@pytest.mark.parametrize("backend", ["reference", "checked"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "checked"])
 @pytest.mark.parametrize("shape", [SMALL[0], SMALL[2], SMALL[3], EMPTY], ids=lambda shape: shape.form)
 @pytest.mark.parametrize("operation", FORWARDS)
 def test_one_launch_equals_its_parts(operation, shape, backend):
