@@ -122,7 +122,7 @@ def prepare_arms(settings: Settings) -> Iterator[Arm]:
 
 
 def arms_of(target: Checkpoint, drafter: str, settings: Settings) -> Iterator[Arm]:
-    """The fused arm, which of a target with sparse layers is there if the pages suit them; then the ordinary one first."""
+    """The fused arm, which a target with sparse layers has if the pages suit them; then the ordinary one first."""
     bound, draft_params = make_drafter(drafter, target, draft_model=settings.draft_model, dtype=settings.dtype)
     config = SpecConfig(
         batch_size=settings.num_requests,
