@@ -158,12 +158,12 @@ def context(out, k, v, norm, cos, sin, full, swa, commit, backend):
 
 
 def context_to_pool(pool, product, *rest, backend):
-    """Layers in entries of two kinds, K and V in one product's result."""
+    """Layers in entries of two kinds, no two of which share a unit; K and V in one product's result."""
     row = HEADS * 64  # cells of K or V
     k, v = (
         View(product, i * row, (B, D, L, HEADS, 64), (D * L * 2 * row, L * 2 * row, 2 * row, 64, 1)) for i in (0, 1)
     )
-    out = [View(pool, at * U, (UNITS // size, 2 * HEADS, U), (size * U, U, 1)) for at, size in ((2, 9), (1, 7))]
+    out = [View(pool, at * U, (UNITS // size, 2 * HEADS, U), (size * U, U, 1)) for at, size in ((2, 28), (8, 14))]
     return context(out, k, v, *rest, backend)[0].buffer
 
 

@@ -10,7 +10,7 @@ OPERATIONS = ["decode, packed", "lengths, separate", "extend, separate", "window
 OPERATIONS += ["read table", "read stream", "cache locations"]
 OPERATIONS += ["replay", "commit track", "state scatter", "context rows", "page zero"]
 OPERATIONS += ["append tail", "ragged layout"]
-OPERATIONS += ["pooled verify", "kpool decode", "kpool verify", "kpool extend", "kpool plan"]
+OPERATIONS += ["forward, pooled verify, states", "kpool decode", "kpool verify", "kpool extend", "kpool plan"]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
