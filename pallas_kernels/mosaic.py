@@ -100,6 +100,7 @@ def unavailable() -> str | None:
 def launch(operation: Operation, inputs: tuple, outputs: tuple) -> tuple:
     """Run all programs of the operation in one launch; the results alias `outputs`."""
     plgpu = _plgpu()
+    inputs, outputs = _apart(inputs), _apart(outputs)
     refs = tuple(map(jax.new_ref, outputs))  # written in place; results of the kernel itself would be new arrays
 
     def kernel(*operands):
@@ -116,7 +117,19 @@ def launch(operation: Operation, inputs: tuple, outputs: tuple) -> tuple:
         kernel_name=operation.name,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs, *refs)
-    return tuple(map(jax.freeze, refs))
+    return _apart(tuple(map(jax.freeze, refs)))
+
+
+def _apart(arrays: tuple) -> tuple:
+    """The same arrays; where one is a slice of a larger array, or becomes a part of one, XLA must copy it.
+
+    XLA would else give the kernel the address inside the larger array, for x[1:65] of int32 the one 4 bytes after the
+    start of x. Mosaic refuses an address that is no multiple of 256, at run time. And a result that does not lie where
+    its operand lies lacks the cells that the kernel leaves alone. Whole arrays start at such a multiple and stay where
+    they are.
+    """
+    # One barrier each: behind one for all, newer XLAs look for slices, too.
+    return tuple(map(lax.optimization_barrier, arrays))
 
 
 def _plgpu():

@@ -9,6 +9,7 @@ import kernel_aot as aot
 import kernel_calls
 import kernel_ptx as ptx
 import pytest
+from jax import lax
 from kernel_calls import CALLS, int32
 from kernel_small import Small
 
@@ -24,6 +25,7 @@ from pallas_kernels import (
     mosaic,
 )
 from pallas_kernels import backend as backends
+from pallas_kernels.aot import read_program
 
 each_call = pytest.mark.parametrize("name", CALLS)
 MOSAIC = pytest.param("mosaic", marks=pytest.mark.skipif(mosaic.unavailable() is not None, reason="no Mosaic GPU"))
@@ -111,6 +113,63 @@ def test_the_launch_count_sees_the_copies_of_a_destination_that_is_not_donated()
     compiled = aot.compile_for_h200(lambda _, out, *rest: function(out, *rest), int32(1), *arguments)
     found = aot.launches(compiled)
     assert any("copy" in kind for kind in found), found
+
+
+# Beside a call that takes them as they are, XLA leaves slices of so many bytes, and of multiples, where they lie.
+PART = 256
+ROWS, WIDTH = PART // 4, 4
+
+
+def table(lens, rows, source, out, backend):
+    return kv_read_table(lens, rows, source, out, page_size=16, zero_tail=True, backend=backend)
+
+
+def sliced_input(out, packed, rows, source, *, at, backend):
+    return table(packed[at : at + ROWS], rows, source, out, backend)
+
+
+def sliced_destination(packed, lens, rows, source, *, at, backend):
+    part = slice(at, at + ROWS * WIDTH)
+    out = table(lens, rows, source, packed[part].reshape(ROWS, WIDTH), backend)
+    return packed.at[part].set(out.ravel())
+
+
+def result_put_into_another(packed, out, lens, rows, source, *, at, backend):
+    return lax.dynamic_update_slice(packed, table(lens, rows, source, out, backend).ravel(), (at,))
+
+
+def result_put_by_a_loop(packed, lens, rows, source, *, at, backend):
+    def turn(i, packed):
+        out = table(lens, rows, source, jnp.full((ROWS, WIDTH), i), backend)
+        return lax.dynamic_update_slice(packed, out.ravel(), (at + ROWS * WIDTH * i,))
+
+    return lax.fori_loop(0, 3, turn, packed)
+
+
+PARTS = {
+    sliced_input: (int32(ROWS, WIDTH), int32(1000)),
+    sliced_destination: (int32(1000), int32(ROWS)),
+    result_put_into_another: (int32(1000), int32(ROWS, WIDTH), int32(ROWS)),
+    result_put_by_a_loop: (int32(1000), int32(ROWS)),
+}
+
+
+@each_gpu_backend
+@pytest.mark.parametrize("at", [1, 32], ids=["4 bytes from the start", "128 bytes from the start"])
+@pytest.mark.parametrize("function", PARTS)
+def test_operands_and_results_are_no_parts_of_other_arrays(function, at, backend, tmp_path):
+    """Mosaic demands addresses that are multiples of 256, which only whole arrays have. And where the result was not
+    the destination's memory, the cells that the kernel leaves alone would be lost."""
+    if reason := aot.missing():
+        pytest.skip(reason)
+    arguments = *PARTS[function], int32(ROWS), int32(9, WIDTH)
+    compiled = aot.compile_for_h200(functools.partial(function, at=at, backend=backend), *arguments, dump=tmp_path)
+    # Where XLA passes on an address inside an array, slice and call are one fusion.
+    kinds = [launch.kind for launch in read_program(compiled).launches]
+    assert kinds.count("custom-call") == 1, compiled.as_text()
+    (text,) = [path.read_text() for path in tmp_path.glob("*-buffer-assignment.txt")]
+    places = [int(offset) for offset in re.findall(r"\(size=\d+,offset=(\d+)\)", text)]
+    assert places and not any(place % 256 for place in places)
 
 
 @each_gpu_backend
