@@ -179,6 +179,7 @@ class Schedule:
         entry = lax.iota(jnp.int32, self.processors + 1)
         last = self.processors - (ends[-1] - share * self.processors)
         target = entry * share + jnp.maximum(entry - last, 0)
-        passed = jnp.searchsorted(ends[1:], target, side="right").astype(jnp.int32) if len(blocks) else entry * 0
+        # All compared at once: a binary search is a loop, which takes XLA longer than everything else here together.
+        passed = jnp.searchsorted(ends[1:], target, side="right", method="compare_all").astype(jnp.int32)
         block = jnp.where(target < ends[-1], target - ends[passed], 0)
         return self.destination.write(outputs, {"schedule": jnp.stack([numbers[passed], block], axis=1)})

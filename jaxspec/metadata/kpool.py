@@ -205,7 +205,8 @@ def _schedule(pool_seqlens: Array, sms: int) -> Array:
     rows, total = pieces.shape[0], pieces.sum(dtype=jnp.int32)
     processor = jnp.arange(sms + 1, dtype=jnp.int32)
     first = processor * (total // sms) + jnp.maximum(processor - (sms - total % sms), 0)
-    row = jnp.searchsorted(ends, first, side="right").astype(jnp.int32)
+    # All compared at once: a binary search is a loop, and a loop of tiny kernels takes long on a GPU.
+    row = jnp.searchsorted(ends, first, side="right", method="compare_all").astype(jnp.int32)
     inside = jnp.minimum(row, max(rows - 1, 0))
     if rows == 0:
         return jnp.zeros((sms + 1, 2), jnp.int32)

@@ -454,9 +454,10 @@ def ordinary(operation: str, shape: Shape, seed: int) -> Problem:
 
 
 def tiny_blocks(monkeypatch) -> None:
-    """Blocks of 4 lanes and 3 programs: small checked problems take every turn of every loop that large ones take."""
+    """Blocks of 4 lanes and 3 programs: small checked problems take every turn of every loop that large ones take, and
+    more than 5 requests are many."""
     monkeypatch.setattr(checked.CheckedLanes, "least", 4)
-    sizes = {"PROGRAMS": 3, "HEAD_LANES": 4, "BLOCK": 4, "COLUMNS": 4}
+    sizes = {"PROGRAMS": 3, "HEAD_LANES": 4, "WARP_LANES": 4, "FEW": 5, "BLOCK": 4, "COLUMNS": 4}
     pooled = kpool_lengths, kpool_places, kpool_selection, kpool_tables
     for module in (tables, streams, window, state_indices, *pooled):
         for name in sizes.keys() & vars(module).keys():

@@ -17,7 +17,7 @@ each_operation = pytest.mark.parametrize("name", OPERATIONS)
 def on_the_cpu(name, backend):
     """The operation on arrays in the host's memory, also where there is a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return kernel_calls.CALLS[name][0](*kernel_calls.values(name), backend)
+        return kernel_calls.CALLS[name][0](*kernel_calls.values(name), backend=backend)
 
 
 def test_every_operation_is_here():

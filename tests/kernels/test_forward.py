@@ -164,6 +164,7 @@ def test_a_request_takes_turns_over_blocks(mode, kind, monkeypatch):
         monkeypatch.setattr(f"pallas_kernels.{module}.PROGRAMS", 10)
     for module in ("kpool_lengths", "tables"):
         monkeypatch.setattr(f"pallas_kernels.{module}.HEAD_LANES", 4)
+    monkeypatch.setattr("pallas_kernels.tables.WARP_LANES", 4)
     for seed in range(3):
         out, arguments = destination(kind, mode, columns=9), call(kind, mode, columns=9, seed=seed)
         compare(run_checked(out, seed=seed, **arguments), expect(out, **arguments))
