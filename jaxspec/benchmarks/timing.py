@@ -179,7 +179,7 @@ class Chain:
     def move(self, rng: np.random.Generator) -> None:
         """Takes all arrays to other places, and calls until the program is at home there."""
         # They stay until the next move: memory that is set free would draw the program's own buffers there.
-        self.spacers = [jnp.zeros(int(cells), jnp.int32) for cells in rng.integers(1, SPACER, SPACERS)]
+        self.spacers = jax.device_put([np.zeros(cells, np.int32) for cells in rng.integers(1, SPACER, SPACERS)])
         self.carried, self.tables = jax.block_until_ready(jax.tree.map(jnp.copy, (self.carried, self.tables)))
         for _ in range(WARM_UP):
             self.advance()

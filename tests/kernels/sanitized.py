@@ -1,4 +1,4 @@
-"""Runs every call on a GPU backend, for compute-sanitizer to watch: `python sanitized.py BACKEND [--planted | NAME ...]`.
+"""Runs calls on a GPU backend, for compute-sanitizer to watch: `python sanitized.py BACKEND [--planted | NAME ...]`.
 
     XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async compute-sanitizer --tool memcheck --error-exitcode 99 \
         python sanitized.py triton
@@ -6,7 +6,8 @@
 XLA's own allocator hands out parts of one large allocation, in which an overrun stays unseen. The platform allocator of
 jax 0.11 maps whole pages of 2 MB, whose unused end hides one as well: an overrun by 512 bytes was reported with
 cuda_async, whose buffers memcheck knows to the byte, and not with platform. `--planted` runs a kernel that stores one
-vector past the end of its buffer instead. NAMEs are the first letters of the calls that are run.
+vector past the end of its buffer instead. NAMEs are the first letters of the calls that are run;
+without any, all are.
 """
 
 import dataclasses
