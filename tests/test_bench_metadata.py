@@ -79,6 +79,40 @@ def test_more_requests_than_a_program_of_the_touch_moves():
     assert total.tolist() == [8]
 
 
+def test_a_chain_moves_and_goes_on():
+    """Every array lies elsewhere, and what is carried is what it was."""
+    chain = timing.compile_all({"": COUNTING}, steps=2, turns=1, backend="reference")[""]
+    chain.tables = {"table": jnp.arange(5)}
+    chain.call = lambda vectors, total, out, tables: (vectors, total, out | {"times": out["times"] + 2})
+    chain.advance()
+    before = jax.tree.leaves((chain.carried, chain.tables))
+    places = [leaf.unsafe_buffer_pointer() for leaf in before]
+    chain.move(np.random.default_rng(0))
+    after = jax.tree.leaves((chain.carried, chain.tables))
+    assert not set(places) & {leaf.unsafe_buffer_pointer() for leaf in after}
+    assert chain.out["times"].tolist() == [[2 + 2 * timing.WARM_UP]]
+    assert chain.carried[0]["seq_lens"].tolist() == [5, 9] and chain.tables["table"].tolist() == [*range(5)]
+
+
+def test_chains_are_timed_in_turn_and_elsewhere_each_time():
+    done = []
+
+    class Planted:
+        def __init__(self, name):
+            self.name = name
+
+        def move(self, rng):
+            done.append(f"{self.name} moves")
+
+        def advance(self):
+            done.append(self.name)
+            return float(len(done))
+
+    found = timing.time_in_turn({name: Planted(name) for name in "ab"}, 2)
+    assert done == ["a moves", "a", "b moves", "b"] * 2
+    assert found["a"].us == (2.0, 6.0) and found["b"].us == (4.0, 8.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_output_of_every_step_is_an_operand_of_the_touch(kind):
     problem = Problem(kind, 2, 70, 3)

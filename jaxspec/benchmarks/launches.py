@@ -240,7 +240,8 @@ def kernel_name(equation) -> str:
 
 
 def compile_round(arm: Arm) -> dict[str, Any]:
-    """Launches of the compiled round by phase, {"all": {phase: n}, "metadata": {phase: n}}, and open loops."""
+    """Launches of the compiled round by phase, {"all": {phase: n}, "metadata": {phase: n}}, and by kind; open loops;
+    bytes of the state, and those written in place."""
     state = initial_state(arm.step)
     # Within a command buffer nothing could be read.
     options = {**dict(arm.step.options), "xla_gpu_enable_command_buffer": ""}
@@ -260,7 +261,11 @@ def compile_round(arm: Arm) -> dict[str, Any]:
         both["metadata"][phase] += launch.times * (SCOPE in names)
         kinds[launch.kind] += launch.times
     counts = {side: {phase: found[phase] for phase in (*ROUND, "elsewhere")} for side, found in both.items()}
-    return {**counts, "kinds": dict(kinds), "open_loops": program.open_loops}
+    place = {
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "bytes_in_place": compiled.memory_analysis().alias_size_in_bytes,
+    }
+    return {**counts, "kinds": dict(kinds), "open_loops": program.open_loops, **place}
 
 
 # What is told
