@@ -1,13 +1,12 @@
 """`python -m jaxspec bench`: what is measured, what is printed, and that a difference between the arms is found."""
 
-import io
 import json
-import sys
 
 import jax
 import pytest
 import quick_compile
 import tiny_models
+from bench_cases import rows_of, run_for_real
 
 import jaxspec
 from jaxspec import Generation, RequestResult, cli, models
@@ -38,20 +37,7 @@ def words(folder):
 @pytest.fixture(scope="module")
 def real(words, tmp_path_factory):
     """Exit status, output, messages and JSON of a run in which everything is real."""
-    path = tmp_path_factory.mktemp("out") / "out.json"
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        patch.setattr(step, "compiler_options", lambda: tiny_models.FAST_COMPILE)
-        status = cli.main([*words, "--json", str(path)])
-    return status, out.getvalue(), err.getvalue(), json.loads(path.read_text())
-
-
-def rows_of(text):
-    """The rows of all tables by their first column; cells stand two spaces apart."""
-    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines() if line]
-    return {first: cells for first, *cells in lines}
+    return run_for_real(words, tmp_path_factory.mktemp("out") / "out.json")
 
 
 def test_the_arms_agree(real):

@@ -1,21 +1,18 @@
 """`python -m jaxspec bench fusion-ab`: that the arms are compared first, and that a round runs what is timed."""
 
 import dataclasses
-import io
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
-import quick_compile
 import tiny_models
+from bench_cases import rows_of, run_for_real
 
 import jaxspec
 from jaxspec import Generation, RequestResult, cli, models
 from jaxspec.benchmarks import fusion_ab, launches, metadata_cut, timing
 from jaxspec.drafting.choose import make_drafter
-from jaxspec.steps import step
 
 REQUESTS, TOKENS, D = 2, 8, 4
 SIZES = [f"--num_requests={REQUESTS}", "--prompt_len=30", f"--max_new_tokens={TOKENS}", f"--num_draft_tokens={D}"]
@@ -40,21 +37,7 @@ def words(folder):
 @pytest.fixture(scope="module")
 def real(words, tmp_path_factory):
     """Exit status, output, messages and JSON of a run in which everything is real."""
-    path = tmp_path_factory.mktemp("out") / "out.json"
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        patch.setattr(step, "compiler_options", lambda: tiny_models.FAST_COMPILE)
-        patch.setattr(timing, "compiler_options", quick_compile.options)
-        status = cli.main([*words, "--json", str(path)])
-    return status, out.getvalue(), err.getvalue(), json.loads(path.read_text())
-
-
-def rows_of(text):
-    """The rows of all tables by their first column; cells stand two spaces apart."""
-    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines() if line]
-    return {first: cells for first, *cells in lines}
+    return run_for_real(words, tmp_path_factory.mktemp("out") / "out.json")
 
 
 def test_the_arms_agree(real):
