@@ -330,7 +330,7 @@ def test_rounds_of_the_embedded_models_compiled_for_sm_90(monkeypatch, model, dr
     compiled = launches.compile_round(arm)
     assert compiled["open_loops"] == 0
     assert compiled["bytes_in_place"] == compiled["state_bytes"]
-    assert compiled["kinds"]["copy"] <= 7  # small arrays that say who has which page
+    assert compiled["kinds"].get("copy", 0) <= 7  # small arrays that say who has which page
 
 
 # What is refused

@@ -51,7 +51,7 @@ class Settings:
     max_new_tokens: int = setting(512, "Tokens a completion; stop ids are ignored.", least=2)
     num_draft_tokens: int = setting(4, "D, tokens verified per request and round.", least=2)
     page_size: int = setting(0, "Tokens a page, a power of two; 0 is 64 pools, what fused metadata take.", least=0)
-    runs: int = setting(5, "Throughput runs of each arm, the arms in turn.", least=5)
+    runs: int = setting(10, "Throughput runs of each arm, the arms in turn.", least=10)
     chain_runs: int = setting(20, "Timed calls of each chain of metadata, in turn.", least=10)
     steps: int = setting(32, "Steps that a turn of a chain's loop unrolls.", least=1)
     turns: int = setting(20, "Turns of a chain's loop a call.", least=1)
@@ -300,7 +300,8 @@ def report(
         table.append((title, *(format(told[arm][key], form) for arm in ARMS), _ratio(off[key], on[key])))
     lines += [
         f"Throughput: medians of {settings.runs} runs, in turn. A round: a run without its prefill, over its rounds.",
-        f"Metadata: {settings.chain_runs} calls of {settings.turns} x {settings.steps} steps, less the touch.",
+        f"Metadata: {settings.chain_runs} calls of {settings.turns} x {settings.steps} steps, each with the arrays at "
+        "other places, less the touch.",
     ]
     if settings.kernel_backend in ("interpret", "reference"):
         lines.append(f"Kernels: {settings.kernel_backend}, not compiled ones. These times say nothing of a GPU's.")

@@ -326,8 +326,8 @@ def _notes(settings: Settings, on_gpu: bool) -> Iterator[str]:
     if not on_gpu:
         yield "No GPU: interpreted kernels, not compiled ones. These times mean nothing, and no goal is judged by them."
     yield (
-        f"Medians of {settings.runs} calls of {settings.turns} x {settings.steps} steps, chains in turn; the touch "
-        "takes all outputs of a step."
+        f"Medians of {settings.runs} calls of {settings.turns} x {settings.steps} steps, chains in turn, each call "
+        "with the arrays at other places; the touch takes all outputs of a step."
     )
     yield "Ratios: us a step less the touch, fused / the other; the reference is the faster of its two forms."
     yield "Before: what the last step of each chain wrote was compared with the reference; what differs is not timed."
