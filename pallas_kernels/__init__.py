@@ -19,6 +19,7 @@
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
+    paged_attention         D query rows a request over the pages of its context, read where they lie
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
 them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
@@ -44,6 +45,8 @@ from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_v
 from pallas_kernels.kpool_selection import RaggedLayout, kpool_append_tail, kpool_ragged_layout
 from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
 from pallas_kernels.views import View
@@ -60,7 +63,9 @@ __all__ = [
     "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
+    "PagedRows",
     "RaggedLayout",
+    "RowPlace",
     "View",
     "WindowBuffers",
     "commit_context_rows",
@@ -82,6 +87,7 @@ __all__ = [
     "kv_read_stream",
     "kv_read_table",
     "page_zero",
+    "paged_attention",
     "replay_state_indices",
     "state_scatter",
 ]

@@ -23,6 +23,7 @@ KERNELS = (
     "commit_track_indices",
     "state_scatter",
     "commit_context_rows",
+    "paged_attention",
     "page_zero",
     "forward_metadata",
     "kpool_decode",

@@ -1,0 +1,319 @@
+"""The launches of `paged_attention` in Pallas Triton: parts of contexts, then their combination.
+
+The rows that share a K/V head are packed into tiles: row r of a head's is query d = r // G, head g = r % G of the G
+that share it. A program takes one tile and one *part* of the request's context, and goes through its keys in blocks:
+scores, their running maximum, the sum of their powers and the weighted sum of V rows, all float32. How many parts there
+are at most is known at compile time, how many a context has follows from its length:
+
+    keys lo .. hi of the tile       1000 .. 5096, 4096 keys
+    parts, of at least LEAST_KEYS   min(parts, 4096 // 256) = 16: 256 keys each, in whole blocks
+
+Programs of parts that are not there end at once. The launch so depends on shapes alone, and no bit of a request's
+result depends on the other requests. Parts meet in a second launch, a program a row; a single part writes the result
+itself.
+
+Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in the page table too.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.paged_rows import PagedRows, RowPlace, as_dtype
+from pallas_kernels.triton import pltriton
+
+Array = jax.Array
+
+# Chosen by measurement on an H200 unless another reason is given.
+PROGRAMS = 1056  # that the parts of a launch should come to: 8 for each of 132 processors
+LEAST_KEYS = 256  # of a part: less is not worth its share of the second launch
+MOST_KEYS = 8192  # of a part, so that one long context among short ones does not run alone on a few processors
+SCRATCH = 2**26  # float32 cells of all parts, 256 MB: bounds what the launch allocates
+TILE = 64  # most rows of a tile
+BLOCK_BYTES = 1 << 14  # of a block of K
+STAGES = 3  # blocks on their way at a time
+CHUNK = 32  # parts that the second launch loads at a time
+NEVER = np.float32(-1e30)  # the score of a key that is not seen; finite, so that differences of two are numbers
+LOG2E = math.log2(math.e)
+
+
+def _power(count: int, least: int = 16) -> int:
+    """The next power of two, at least `least`: what a product takes."""
+    return max(least, 1 << max(0, count - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static of a call.
+
+    Attributes:
+      B, D, H: requests, rows a request, query heads.
+      P: columns of the page table.
+      rows: where K and V lie; only its static numbers are looked at.
+      window, causal, scale: as in `paged_attention`.
+    """
+
+    B: int
+    D: int
+    H: int
+    P: int
+    rows: RowPlace
+    window: int | None
+    causal: bool
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """G, query heads a K/V head."""
+        return self.H // self.rows.kv_heads
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, spare ones included."""
+        return min(_power(self.D * self.group), TILE if self.out < 512 else TILE // 2)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a request's rows, of one K/V head."""
+        return -(-self.D * self.group // self.tile)
+
+    @property
+    def key(self) -> int:
+        """Lanes of a K row."""
+        return _power(self.rows.head_dim)
+
+    @property
+    def out(self) -> int:
+        """Lanes of a V row."""
+        return _power(self.rows.out_dim)
+
+    @property
+    def block(self) -> int:
+        """Keys a block."""
+        size = max(self.key, self.out) * jnp.dtype(self.rows.dtype).itemsize
+        return min(max(16, BLOCK_BYTES // size), 128, _power(self.P * self.rows.page_size))
+
+    @property
+    def warps(self) -> int:
+        """Of a program: as many as keep its sums in registers."""
+        return 8 if self.tile * self.out > 64 * 128 else 4
+
+    @property
+    def parts(self) -> int:
+        """Most parts of a context."""
+        keys = self.P * self.rows.page_size
+        if self.window is not None:
+            keys = min(keys, self.window + self.D - 1)
+        each = self.B * self.tiles * self.rows.kv_heads
+        wanted = max(-(-PROGRAMS // each), -(-keys // MOST_KEYS))
+        room = SCRATCH // (each * self.tile * self.out)
+        return max(1, min(wanted, -(-keys // LEAST_KEYS), room))
+
+    def tile_of(self, program, inner: int):
+        """(request, part, tile, K/V head) of a program; the heads of a page's tokens are neighbours in time."""
+        heads, tiles = np.int32(self.rows.kv_heads), np.int32(self.tiles)
+        rest, head = lax.div(program, heads), lax.rem(program, heads)
+        rest, tile = lax.div(rest, tiles), lax.rem(rest, tiles)
+        return lax.div(rest, np.int32(inner)), lax.rem(rest, np.int32(inner)), tile, head
+
+    def span(self, positions, lens, request, tile):
+        """Of a tile: positions int32[tile] of its rows, -1 of spare ones; lo and hi, the keys that some row sees; keys
+        a part, in whole blocks."""
+        row = lax.iota(jnp.int32, self.tile) + tile * self.tile
+        live = row < self.D * self.group
+        d = lax.div(row, np.int32(self.group))
+        at = pltriton.load(positions.at[request, jnp.where(live, d, 0)], mask=live, other=np.int32(-1))
+        length, newest = lens[request], jnp.max(at)
+        if self.causal:
+            hi = jnp.minimum(length, newest + 1)
+        else:
+            hi = jnp.where(newest < 0, 0, length)
+        hi = jnp.minimum(hi, self.P * self.rows.page_size)
+        lo = jnp.int32(0)
+        if self.window is not None:
+            oldest = jnp.min(jnp.where(at < 0, np.int32(2**30), at))
+            lo = jnp.minimum(jnp.maximum(oldest - (self.window - 1), 0), hi)
+        count = hi - lo
+        parts = jnp.clip(lax.div(count, np.int32(LEAST_KEYS)), 1, self.parts)
+        blocks = lax.div(count + np.int32(self.block - 1), np.int32(self.block))
+        return at, lo, hi, jnp.maximum(lax.div(blocks + parts - 1, parts), 1) * self.block
+
+
+def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: Array, lens: Array, *, interpret: bool):
+    """[B, D, H, out_dim] of q [B, D, H, head_dim] over `rows`; see `paged_attention`."""
+    B, D, H, parts, each = plan.B, plan.D, plan.H, plan.parts, plan.B * plan.tiles * plan.rows.kv_heads
+    result = jax.ShapeDtypeStruct((B * D * H, plan.rows.out_dim), q.dtype)
+    sums = jax.ShapeDtypeStruct((each * parts * plan.tile, plan.out), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((each * plan.tile, parts), jnp.float32)
+
+    def first(*refs):
+        _attend_part(plan, interpret, *refs[:5], refs[5:])
+
+    found = pl.pallas_call(
+        first,
+        grid=(each * parts,),
+        name="paged_attention",
+        out_shape=[result] if parts == 1 else [sums, scalars, scalars],
+        compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=STAGES),
+        interpret=interpret,
+    )(q.reshape(B * D * H, q.shape[3]), rows.buffer, page_table, positions, lens)
+    if parts > 1:
+        found = pl.pallas_call(
+            lambda *refs: _combine(plan, *refs),
+            grid=(B * D * H,),
+            name="paged_attention_combine",
+            out_shape=[result],
+            compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+        )(*found, positions, lens)
+    return found[0].reshape((*q.shape[:3], plan.rows.out_dim))
+
+
+def _attend_part(plan: Plan, interpret: bool, q, buffer, table, positions, lens, outs: tuple) -> None:
+    """A tile of rows over one part of a context."""
+    request, part, tile, head = plan.tile_of(pl.program_id(0), plan.parts)
+    at, lo, hi, share = plan.span(positions, lens, request, tile)
+    start = lo + part * share
+    inside = lax.iota(jnp.int32, plan.tile)
+    row = inside + tile * plan.tile
+    real = row < plan.D * plan.group
+    place = request * (plan.D * plan.H) + lax.div(row, np.int32(plan.group)) * plan.H
+    place += head * plan.group + lax.rem(row, np.int32(plan.group))
+
+    def work():
+        end = jnp.minimum(start + share, hi)
+        queries = _load(q, place, 0, plan.rows.head_dim, plan.key, real)
+        step = _block(plan, interpret, buffer, table, request, head, at, queries, lo, end)
+        turns = lax.div(end - start + np.int32(plan.block - 1), np.int32(plan.block))
+        peak = jnp.full((plan.tile,), NEVER, jnp.float32)
+        carry = peak, jnp.zeros((plan.tile,), jnp.float32), jnp.zeros((plan.tile, plan.out), jnp.float32)
+        peak, total, sums = lax.fori_loop(0, turns, lambda i, carry: step(start + i * plan.block, carry), carry)
+        if plan.parts == 1:
+            _store(outs[0], place, plan.rows.out_dim, plan.out, sums / jnp.where(total == 0, 1.0, total)[:, None], real)
+            return
+        base = (request * plan.tiles + tile) * plan.rows.kv_heads + head
+        _store(outs[0], (base * plan.parts + part) * plan.tile + inside, plan.out, plan.out, sums, real)
+        for out, value in zip(outs[1:], (peak, total), strict=True):
+            index = base * plan.tile + inside, jnp.full_like(inside, 0) + part
+            pltriton.store(out.at[index], value, mask=real)
+
+    # A single part has to write zeros where it sees nothing; of more, nobody reads what is not there.
+    work() if plan.parts == 1 else pl.when(start < hi)(work)
+
+
+def _block(plan: Plan, interpret: bool, buffer, table, request, head, at, queries, lo, end):
+    """step(first key, (peak, total, sums)): the sums with one more block of keys, up to `end`."""
+    rows, factor = plan.rows, np.float32(plan.scale * LOG2E)
+
+    def step(first, carry):
+        peak, total, sums = carry
+        key = first + lax.iota(jnp.int32, plan.block)
+        there = key < end
+        column, offset = _div(jnp.where(there, key, lo), rows.page_size)
+        page = pltriton.load(table.at[jnp.zeros_like(column) + request, column], mask=there, other=np.int32(0))
+        entry = page * rows.page_rows + offset * rows.entry_rows
+        keys = _load(buffer, entry, rows.key + head * rows.head_dim, rows.head_dim, plan.key, there, rows)
+        keys = keys.astype(queries.dtype)
+        scores = _product(queries, keys, 1, interpret) * factor
+        seen = there[None] & (key[None] <= at[:, None] if plan.causal else at[:, None] >= 0)
+        if plan.window is not None:
+            seen &= key[None] > at[:, None] - plan.window
+        scores = jnp.where(seen, scores, NEVER)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
+        fade = jnp.exp2(peak - higher)
+        if rows.values_are_keys:
+            values = keys
+        else:
+            values = _load(buffer, entry, rows.value + head * rows.value_dim, rows.value_dim, plan.out, there, rows)
+            values = values.astype(queries.dtype)
+        sums = sums * fade[:, None] + _product(weights.astype(queries.dtype), values, 0, interpret)
+        return higher, total * fade + jnp.sum(weights, axis=1), sums
+
+    return step
+
+
+def _combine(plan: Plan, sums, peaks, totals, positions, lens, out) -> None:
+    """One row's parts become its result."""
+    program = pl.program_id(0)
+    query, head = lax.div(program, np.int32(plan.H)), lax.rem(program, np.int32(plan.H))
+    request, d = lax.div(query, np.int32(plan.D)), lax.rem(query, np.int32(plan.D))
+    row = d * plan.group + lax.rem(head, np.int32(plan.group))
+    tile, inside = lax.div(row, np.int32(plan.tile)), lax.rem(row, np.int32(plan.tile))
+    base = (request * plan.tiles + tile) * plan.rows.kv_heads + lax.div(head, np.int32(plan.group))
+    _, lo, hi, share = plan.span(positions, lens, request, tile)
+    parts = lax.div(hi - lo + share - 1, share)
+    chunk = min(_power(plan.parts, 1), CHUNK)
+
+    def step(i, carry):
+        highest, total, result = carry
+        part = lax.iota(jnp.int32, chunk) + i * chunk
+        there = part < parts
+        part = jnp.where(there, part, 0)
+        index = jnp.zeros_like(part) + (base * plan.tile + inside), part
+        peak = pltriton.load(peaks.at[index], mask=there, other=NEVER)
+        each = pltriton.load(totals.at[index], mask=there, other=np.float32(0))
+        found = _load(sums, (base * plan.parts + part) * plan.tile + inside, 0, plan.out, plan.out, there)
+        higher = jnp.maximum(highest, jnp.max(peak))
+        weight, fade = jnp.exp2(peak - higher), jnp.exp2(highest - higher)
+        result = result * fade + jnp.sum(found * weight[:, None], axis=0)
+        return higher, total * fade + jnp.sum(each * weight), result
+
+    carry = NEVER + jnp.float32(0), jnp.float32(0), jnp.zeros((plan.out,), jnp.float32)
+    turns = lax.div(parts + np.int32(chunk - 1), np.int32(chunk))
+    _, total, result = lax.fori_loop(0, turns, step, carry)
+    lane = lax.iota(jnp.int32, plan.out)
+    mask = lane < plan.rows.out_dim
+    result = (result / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
+    pltriton.store(out.at[jnp.zeros_like(lane) + program, lane], result, mask=mask)
+
+
+def _load(ref, row, first, width: int, lanes: int, real, place: RowPlace | None = None):
+    """[rows, lanes] of a 2-D array: `width` cells from `first` on of each real row, zeros elsewhere.
+
+    With `place` the array is a buffer of K and V, whose entries may fill several of its rows.
+    """
+    lane, W = lax.iota(jnp.int32, lanes), ref.shape[1]
+    shape = row.shape[0], lanes
+    mask, row = jnp.broadcast_to(real[:, None], shape), jnp.broadcast_to(row[:, None], shape)
+    if width < lanes:
+        mask &= (lane < width)[None]
+        lane = jnp.where(lane < width, lane, 0)
+    cell = lane + first
+    if place is not None and place.end > W:
+        more, cell = _div(cell, W)
+        row += more[None]
+    found = pltriton.load(ref.at[row, jnp.broadcast_to(cell[None], shape)], mask=mask, other=ref.dtype.type(0))
+    return found if place is None else as_dtype(found, place.dtype)
+
+
+def _store(ref, row, width: int, lanes: int, value, real) -> None:
+    """The first `width` lanes of each real row of [rows, lanes] to a row of a 2-D array."""
+    lane = lax.iota(jnp.int32, lanes)
+    mask = jnp.broadcast_to(real[:, None], value.shape)
+    if width < lanes:
+        mask &= (lane < width)[None]
+    index = jnp.broadcast_to(row[:, None], value.shape), jnp.broadcast_to(lane[None], value.shape)
+    pltriton.store(ref.at[index], value.astype(ref.dtype), mask=mask)
+
+
+def _div(x, n: int):
+    """Quotient and remainder of x >= 0 by a constant."""
+    if n & (n - 1):
+        return lax.div(x, np.int32(n)), lax.rem(x, np.int32(n))
+    return lax.shift_right_logical(x, np.int32(n.bit_length() - 1)), x & np.int32(n - 1)
+
+
+def _product(a, b, contracted: int, interpret: bool):
+    """float32[m, n]: a [m, k] by b, its axis `contracted` summed over. float32 operands lose nothing that matters: on
+    the device they are split into three parts of 11 bits each."""
+    precision = None
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dimensions = (((1,), (contracted,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
