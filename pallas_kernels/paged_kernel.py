@@ -16,6 +16,7 @@ Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in 
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -30,13 +31,16 @@ from pallas_kernels.triton import pltriton
 Array = jax.Array
 
 # Chosen by measurement on an H200 unless another reason is given.
-PROGRAMS = 1056  # that the parts of a launch should come to: 8 for each of 132 processors
-LEAST_KEYS = 256  # of a part: less is not worth its share of the second launch
+WAVES = 2, 8  # how often, at least and at most, the programs should fill the device
+PROCESSORS = 132  # of an H200; another number costs time, no correctness
+FULL_WAVES = 0.93  # share of places in use that is good enough to look no further
+LEAST_KEYS = 128  # of a part: less is not worth its share of the second launch
 MOST_KEYS = 8192  # of a part, so that one long context among short ones does not run alone on a few processors
 SCRATCH = 2**26  # float32 cells of all parts, 256 MB: bounds what the launch allocates
 TILE = 64  # most rows of a tile
-BLOCK_BYTES = 1 << 14  # of a block of K
-STAGES = 3  # blocks on their way at a time
+BLOCK_BYTES = 1 << 15  # of a block of K
+STAGES = 2  # blocks on their way at a time
+FEW_PARTS = 8  # which one warp combines
 CHUNK = 32  # parts that the second launch loads at a time
 NEVER = np.float32(-1e30)  # the score of a key that is not seen; finite, so that differences of two are numbers
 LOG2E = math.log2(math.e)
@@ -104,15 +108,39 @@ class Plan:
         return 8 if self.tile * self.out > 64 * 128 else 4
 
     @property
+    def combine_warps(self) -> int:
+        """Of a program of the second launch."""
+        return 1 if self.parts <= FEW_PARTS else 4
+
+    @property
+    def _programs(self) -> int:
+        """Programs of a launch in which each context is one part."""
+        return self.B * self.tiles * self.rows.kv_heads
+
+    @property
+    def _keys(self) -> int:
+        """Keys of the longest context."""
+        keys = self.P * self.rows.page_size
+        return keys if self.window is None else min(keys, self.window + self.D - 1)
+
+    @functools.cached_property
+    def usual_parts(self) -> int:
+        """Parts of a context that is not very long: the least number that leaves few processors idle at the end."""
+        least, most = (max(1, waves * PROCESSORS // self._programs) for waves in WAVES)
+
+        def in_use(parts):
+            waves = self._programs * parts / PROCESSORS
+            return waves / math.ceil(waves)
+
+        good = (parts for parts in range(least, most + 1) if in_use(parts) >= FULL_WAVES)
+        return next(good, max(range(least, most + 1), key=in_use))
+
+    @functools.cached_property
     def parts(self) -> int:
         """Most parts of a context."""
-        keys = self.P * self.rows.page_size
-        if self.window is not None:
-            keys = min(keys, self.window + self.D - 1)
-        each = self.B * self.tiles * self.rows.kv_heads
-        wanted = max(-(-PROGRAMS // each), -(-keys // MOST_KEYS))
-        room = SCRATCH // (each * self.tile * self.out)
-        return max(1, min(wanted, -(-keys // LEAST_KEYS), room))
+        usual = min(self.usual_parts, -(-self._keys // LEAST_KEYS))
+        room = SCRATCH // (self._programs * self.tile * self.out)
+        return max(1, min(max(usual, -(-self._keys // MOST_KEYS)), room))
 
     def tile_of(self, program, inner: int):
         """(request, part, tile, K/V head) of a program; the heads of a page's tokens are neighbours in time."""
@@ -139,7 +167,8 @@ class Plan:
             oldest = jnp.min(jnp.where(at < 0, np.int32(2**30), at))
             lo = jnp.minimum(jnp.maximum(oldest - (self.window - 1), 0), hi)
         count = hi - lo
-        parts = jnp.clip(lax.div(count, np.int32(LEAST_KEYS)), 1, self.parts)
+        parts = jnp.clip(lax.div(count, np.int32(LEAST_KEYS)), 1, min(self.usual_parts, self.parts))
+        parts = jnp.clip(lax.div(count + np.int32(MOST_KEYS - 1), np.int32(MOST_KEYS)), parts, self.parts)
         blocks = lax.div(count + np.int32(self.block - 1), np.int32(self.block))
         return at, lo, hi, jnp.maximum(lax.div(blocks + parts - 1, parts), 1) * self.block
 
@@ -158,7 +187,7 @@ def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: 
         first,
         grid=(each * parts,),
         name="paged_attention",
-        out_shape=[result] if parts == 1 else [sums, scalars, scalars],
+        out_shape=[result] if parts == 1 else [result, sums, scalars, scalars],
         compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=STAGES),
         interpret=interpret,
     )(q.reshape(B * D * H, q.shape[3]), rows.buffer, page_table, positions, lens)
@@ -168,7 +197,8 @@ def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: 
             grid=(B * D * H,),
             name="paged_attention_combine",
             out_shape=[result],
-            compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+            input_output_aliases={0: 0},
+            compiler_params=pltriton.CompilerParams(num_warps=plan.combine_warps, num_stages=1),
             interpret=interpret,
         )(*found, positions, lens)
     return found[0].reshape((*q.shape[:3], plan.rows.out_dim))
@@ -192,54 +222,78 @@ def _attend_part(plan: Plan, interpret: bool, q, buffer, table, positions, lens,
         turns = lax.div(end - start + np.int32(plan.block - 1), np.int32(plan.block))
         peak = jnp.full((plan.tile,), NEVER, jnp.float32)
         carry = peak, jnp.zeros((plan.tile,), jnp.float32), jnp.zeros((plan.tile, plan.out), jnp.float32)
-        peak, total, sums = lax.fori_loop(0, turns, lambda i, carry: step(start + i * plan.block, carry), carry)
-        if plan.parts == 1:
-            _store(outs[0], place, plan.rows.out_dim, plan.out, sums / jnp.where(total == 0, 1.0, total)[:, None], real)
-            return
-        base = (request * plan.tiles + tile) * plan.rows.kv_heads + head
-        _store(outs[0], (base * plan.parts + part) * plan.tile + inside, plan.out, plan.out, sums, real)
-        for out, value in zip(outs[1:], (peak, total), strict=True):
-            index = base * plan.tile + inside, jnp.full_like(inside, 0) + part
-            pltriton.store(out.at[index], value, mask=real)
+        # Blocks that every row sees whole need no masks. A window has few of them: not worth a loop of their own.
+        whole = jnp.int32(0)
+        if plan.window is None:
+            oldest = jnp.min(jnp.where(real, at, np.int32(2**30)))
+            seen = jnp.minimum(end, oldest + 1) if plan.causal else jnp.where(oldest < 0, 0, end)
+            whole = lax.div(jnp.maximum(seen - start, 0), np.int32(plan.block))
+            carry = lax.fori_loop(0, whole, lambda i, carry: step(start + i * plan.block, carry, False), carry)
+        carry = lax.fori_loop(whole, turns, lambda i, carry: step(start + i * plan.block, carry, True), carry)
+        peak, total, sums = carry
 
-    # A single part has to write zeros where it sees nothing; of more, nobody reads what is not there.
-    work() if plan.parts == 1 else pl.when(start < hi)(work)
+        def alone():
+            result = sums / jnp.where(total == 0, 1.0, total)[:, None]
+            _store(outs[0], place, plan.rows.out_dim, plan.out, result, real)
+
+        def beside_others():
+            base = (request * plan.tiles + tile) * plan.rows.kv_heads + head
+            _store(outs[1], (base * plan.parts + part) * plan.tile + inside, plan.out, plan.out, sums, real)
+            for out, value in zip(outs[2:], (peak, total), strict=True):
+                index = base * plan.tile + inside, jnp.full_like(inside, 0) + part
+                pltriton.store(out.at[index], value, mask=real)
+
+        if plan.parts == 1:
+            alone()
+        else:
+            pl.when(hi - lo <= share)(alone)
+            pl.when(hi - lo > share)(beside_others)
+
+    # The first part is there even where nothing is seen: it writes zeros.
+    pl.when((part == 0) | (start < hi))(work)
 
 
 def _block(plan: Plan, interpret: bool, buffer, table, request, head, at, queries, lo, end):
     """step(first key, (peak, total, sums)): the sums with one more block of keys, up to `end`."""
     rows, factor = plan.rows, np.float32(plan.scale * LOG2E)
 
-    def step(first, carry):
+    def part(entry, there, first, width, lanes):
+        grain = math.gcd(first, width)
+        return _load(buffer, entry, first + head * width, width, lanes, there, rows, grain).astype(queries.dtype)
+
+    def step(first, carry, masked):
         peak, total, sums = carry
         key = first + lax.iota(jnp.int32, plan.block)
-        there = key < end
-        column, offset = _div(jnp.where(there, key, lo), rows.page_size)
-        page = pltriton.load(table.at[jnp.zeros_like(column) + request, column], mask=there, other=np.int32(0))
+        there = key < end if masked else None
+        column, offset = _div(jnp.where(there, key, lo) if masked else key, rows.page_size)
+        index = jnp.zeros_like(column) + request, column
+        page = pltriton.load(table.at[index], mask=there, other=np.int32(0) if masked else None)
         entry = page * rows.page_rows + offset * rows.entry_rows
-        keys = _load(buffer, entry, rows.key + head * rows.head_dim, rows.head_dim, plan.key, there, rows)
-        keys = keys.astype(queries.dtype)
+        keys = part(entry, there, rows.key, rows.head_dim, plan.key)
         scores = _product(queries, keys, 1, interpret) * factor
-        seen = there[None] & (key[None] <= at[:, None] if plan.causal else at[:, None] >= 0)
-        if plan.window is not None:
-            seen &= key[None] > at[:, None] - plan.window
-        scores = jnp.where(seen, scores, NEVER)
+        if masked:
+            seen = there[None] & (key[None] <= at[:, None] if plan.causal else at[:, None] >= 0)
+            if plan.window is not None:
+                seen &= key[None] > at[:, None] - plan.window
+            scores = jnp.where(seen, scores, NEVER)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
-        weights = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
+        weights = jnp.exp2(scores - higher[:, None])
+        if masked:
+            weights = jnp.where(seen, weights, 0.0)
         fade = jnp.exp2(peak - higher)
         if rows.values_are_keys:
             values = keys
         else:
-            values = _load(buffer, entry, rows.value + head * rows.value_dim, rows.value_dim, plan.out, there, rows)
-            values = values.astype(queries.dtype)
+            values = part(entry, there, rows.value, rows.value_dim, plan.out)
         sums = sums * fade[:, None] + _product(weights.astype(queries.dtype), values, 0, interpret)
         return higher, total * fade + jnp.sum(weights, axis=1), sums
 
     return step
 
 
-def _combine(plan: Plan, sums, peaks, totals, positions, lens, out) -> None:
-    """One row's parts become its result."""
+def _combine(plan: Plan, before, sums, peaks, totals, positions, lens, out) -> None:
+    """One row's parts become its result; that of a single part is there, and stays."""
+    del before
     program = pl.program_id(0)
     query, head = lax.div(program, np.int32(plan.H)), lax.rem(program, np.int32(plan.H))
     request, d = lax.div(query, np.int32(plan.D)), lax.rem(query, np.int32(plan.D))
@@ -264,32 +318,54 @@ def _combine(plan: Plan, sums, peaks, totals, positions, lens, out) -> None:
         result = result * fade + jnp.sum(found * weight[:, None], axis=0)
         return higher, total * fade + jnp.sum(each * weight), result
 
-    carry = NEVER + jnp.float32(0), jnp.float32(0), jnp.zeros((plan.out,), jnp.float32)
-    turns = lax.div(parts + np.int32(chunk - 1), np.int32(chunk))
-    _, total, result = lax.fori_loop(0, turns, step, carry)
-    lane = lax.iota(jnp.int32, plan.out)
-    mask = lane < plan.rows.out_dim
-    result = (result / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
-    pltriton.store(out.at[jnp.zeros_like(lane) + program, lane], result, mask=mask)
+    def work():
+        carry = NEVER + jnp.float32(0), jnp.float32(0), jnp.zeros((plan.out,), jnp.float32)
+        turns = lax.div(parts + np.int32(chunk - 1), np.int32(chunk))
+        _, total, result = lax.fori_loop(0, turns, step, carry)
+        lane = lax.iota(jnp.int32, plan.out)
+        result = (result / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
+        index = jnp.zeros_like(lane) + program, lane
+        pltriton.store(out.at[index], result, mask=lane < plan.rows.out_dim)
+
+    pl.when(parts > 1)(work)
 
 
-def _load(ref, row, first, width: int, lanes: int, real, place: RowPlace | None = None):
-    """[rows, lanes] of a 2-D array: `width` cells from `first` on of each real row, zeros elsewhere.
+def _load(ref, row, first, width: int, lanes: int, real, place: RowPlace | None = None, grain: int = 1):
+    """[rows, lanes] of a 2-D array: `width` cells from `first` on of each row that is real, zeros elsewhere. Without
+    `real` all are.
 
-    With `place` the array is a buffer of K and V, whose entries may fill several of its rows.
+    With `place` the array is a buffer of K and V, whose entries may fill several of its rows; `first` is then a
+    multiple of `grain`.
     """
     lane, W = lax.iota(jnp.int32, lanes), ref.shape[1]
-    shape = row.shape[0], lanes
-    mask, row = jnp.broadcast_to(real[:, None], shape), jnp.broadcast_to(row[:, None], shape)
+    shape, mask = (row.shape[0], lanes), None
+    row = jnp.broadcast_to(row[:, None], shape)
+    if real is not None:
+        mask = jnp.broadcast_to(real[:, None], shape)
     if width < lanes:
-        mask &= (lane < width)[None]
+        inside = jnp.broadcast_to((lane < width)[None], shape)
+        mask = inside if mask is None else mask & inside
         lane = jnp.where(lane < width, lane, 0)
     cell = lane + first
     if place is not None and place.end > W:
-        more, cell = _div(cell, W)
-        row += more[None]
-    found = pltriton.load(ref.at[row, jnp.broadcast_to(cell[None], shape)], mask=mask, other=ref.dtype.type(0))
+        more, cell = _cells(first, lane, width, W, grain)
+        row += more if more.ndim == 0 else more[None]
+    index = row, jnp.broadcast_to(cell[None], shape)
+    found = pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))
     return found if place is None else as_dtype(found, place.dtype)
+
+
+def _cells(first, lane, width: int, W: int, grain: int):
+    """Rows to go down and columns of the cells first + lane, W a row.
+
+    In the two usual cases the columns are seen to be neighbours, and many are loaded by one instruction.
+    """
+    size = np.int32(W)
+    if grain % W == 0:
+        return lax.div(first, size) + lax.div(lane, size), lax.rem(lane, size)
+    if W % width == 0 and grain % width == 0:
+        return lax.div(first, size), lax.rem(first, size) + lane
+    return lax.div(first + lane, size), lax.rem(first + lane, size)
 
 
 def _store(ref, row, width: int, lanes: int, value, real) -> None:
