@@ -21,6 +21,7 @@ def paged_attention(
     positions: Array,
     cache_seqlens: Array,
     *,
+    granularity: str = "page",
     window: int | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -37,11 +38,13 @@ def paged_attention(
     Args:
       q: [B, D, H, head_dim].
       rows: K and V; H is a multiple of their heads.
-      page_table: int32[B, P], page of each page_size tokens of a request. With page_size 1 these are slots, and so rows
-        may attend to a selection: give each its own request, and `causal=False`.
+      page_table: int32[B, P], the page of each page_size tokens of a request; or, by 'token', the slot of each.
       positions: int32[B, D], in tokens, consecutive: positions[b, j] = positions[b, 0] + j; or -1 in the last rows of a
         request, or all, which are padding.
-      cache_seqlens: int32[B], keys of each request, those of the query rows included; at most P * page_size.
+      cache_seqlens: int32[B], keys of each request, those of the query rows included; as many as the table has room for
+        at most.
+      granularity: 'page' or 'token' (static). By token, rows may attend to selections: each is a request of its own,
+        and positions count what was selected.
       window: None, or how many keys a query sees, itself included (static).
       causal: False drops the first condition, so that rows also see the rows after them, as in a block draft (static).
       scale: factor on the scores; head_dim ** -0.5 by default (static).
@@ -69,7 +72,9 @@ def paged_attention(
     _check(q, rows, page_table, positions, cache_seqlens)
     B, D, H, head_dim = q.shape
     scale = float(head_dim**-0.5 if scale is None else scale)
-    how = dict(window=window, causal=causal, scale=scale)
+    if granularity not in ("page", "token"):
+        raise ValueError(f"granularity={granularity!r}: a table is by 'page' or by 'token'")
+    how = dict(by_slot=granularity == "token", window=window, causal=causal, scale=scale)
     if q.size == 0 or page_table.size == 0:
         return jnp.zeros((B, D, H, place.out_dim), q.dtype)
     if backend is None and not {q.dtype.name, place.dtype} <= set(DTYPES):
@@ -84,11 +89,12 @@ def paged_attention(
     )
 
 
-def _reference(q, rows, page_table, positions, cache_seqlens, *, window, causal, scale):
-    slots, at, readable = readable_slots(
-        page_table, positions, cache_seqlens, page_size=rows.place.page_size, window=window
-    )
-    return attend_rows(q, *rows.read(slots), positions, at, readable, window=window, causal=causal, scale=scale)
+def _reference(q, rows, page_table, positions, cache_seqlens, *, by_slot, window, causal, scale):
+    page_size = 1 if by_slot else rows.place.page_size
+    slots, at, readable = readable_slots(page_table, positions, cache_seqlens, page_size=page_size, window=window)
+    keys, values = rows.read(slots)
+    values = keys if rows.place.values_are_keys else values
+    return attend_rows(q, keys, values, positions, at, readable, window=window, causal=causal, scale=scale)
 
 
 def _check(q, rows, page_table, positions, cache_seqlens) -> None:

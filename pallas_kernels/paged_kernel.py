@@ -57,7 +57,8 @@ class Plan:
 
     Attributes:
       B, D, H: requests, rows a request, query heads.
-      P: columns of the page table.
+      P: columns of the table.
+      by_slot: whether the table has a column a key, its slot, and not one a page.
       rows: where K and V lie; only its static numbers are looked at.
       window, causal, scale: as in `paged_attention`.
     """
@@ -66,10 +67,16 @@ class Plan:
     D: int
     H: int
     P: int
+    by_slot: bool
     rows: RowPlace
     window: int | None
     causal: bool
     scale: float
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a row of the table has columns for."""
+        return self.P if self.by_slot else self.P * self.rows.page_size
 
     @property
     def group(self) -> int:
@@ -100,7 +107,7 @@ class Plan:
     def block(self) -> int:
         """Keys a block."""
         size = max(self.key, self.out) * jnp.dtype(self.rows.dtype).itemsize
-        return min(max(16, BLOCK_BYTES // size), 128, _power(self.P * self.rows.page_size))
+        return min(max(16, BLOCK_BYTES // size), 128, _power(self.capacity))
 
     @property
     def warps(self) -> int:
@@ -120,7 +127,7 @@ class Plan:
     @property
     def _keys(self) -> int:
         """Keys of the longest context."""
-        keys = self.P * self.rows.page_size
+        keys = self.capacity
         return keys if self.window is None else min(keys, self.window + self.D - 1)
 
     @functools.cached_property
@@ -161,7 +168,7 @@ class Plan:
             hi = jnp.minimum(length, newest + 1)
         else:
             hi = jnp.where(newest < 0, 0, length)
-        hi = jnp.minimum(hi, self.P * self.rows.page_size)
+        hi = jnp.minimum(hi, self.capacity)
         lo = jnp.int32(0)
         if self.window is not None:
             oldest = jnp.min(jnp.where(at < 0, np.int32(2**30), at))
@@ -265,9 +272,12 @@ def _block(plan: Plan, interpret: bool, buffer, table, request, head, at, querie
         peak, total, sums = carry
         key = first + lax.iota(jnp.int32, plan.block)
         there = key < end if masked else None
-        column, offset = _div(jnp.where(there, key, lo) if masked else key, rows.page_size)
+        key_there = jnp.where(there, key, lo) if masked else key
+        column, offset = (key_there, None) if plan.by_slot else _div(key_there, rows.page_size)
         index = jnp.zeros_like(column) + request, column
         page = pltriton.load(table.at[index], mask=there, other=np.int32(0) if masked else None)
+        if plan.by_slot:
+            page, offset = _div(page, rows.page_size)
         entry = page * rows.page_rows + offset * rows.entry_rows
         keys = part(entry, there, rows.key, rows.head_dim, plan.key)
         scores = _product(queries, keys, 1, interpret) * factor

@@ -26,7 +26,8 @@ class RowPlace:
         buffer[row + c // W, c % W]   row = s // page_size * page_rows + s % page_size * entry_rows
                                       c = key + h * head_dim + x
 
-    and of V the same with `value` and `value_dim`. So an index is one of rows, int32, however large the buffer.
+    and of V the same with `value` and `value_dim`; V follows K. So an index is one of rows, int32, however large the
+    buffer is.
 
     Attributes:
       kv_heads, head_dim: K/V heads, and elements of one of K.
@@ -56,6 +57,12 @@ class RowPlace:
     def out_dim(self) -> int:
         """Elements of a head of what attention gives."""
         return self.value_dim or self.head_dim
+
+    def row(self, slots: Array) -> Array:
+        """Row of the buffer at which each slot's entry starts."""
+        if self.page_rows == self.page_size * self.entry_rows:
+            return slots * self.entry_rows
+        return slots // self.page_size * self.page_rows + slots % self.page_size * self.entry_rows
 
     @property
     def end(self) -> int:
@@ -89,17 +96,31 @@ class PagedRows:
         return cls(buffer, RowPlace(**sizes, **places, dtype=jnp.dtype(buffer.dtype).name))
 
     def read(self, slots: Array) -> tuple[Array, Array]:
-        """Keys [B, S, kv_heads, head_dim] and values [B, S, kv_heads, out_dim] of int32[B, S] slots."""
-        place = self.place
-        row = slots // place.page_size * place.page_rows + slots % place.page_size * place.entry_rows
-        keys = self._part(row, place.key, place.head_dim)
-        return keys, keys if place.values_are_keys else self._part(row, place.value, place.value_dim)
+        """Keys [B, S, kv_heads, head_dim] and values [B, S, kv_heads, value_dim] of int32[B, S] slots.
 
-    def _part(self, row: Array, first: int, width: int) -> Array:
-        cell = first + jnp.arange(self.place.kv_heads * width, dtype=jnp.int32)
-        W = self.buffer.shape[1]
-        found = self.buffer.at[row[..., None] + cell // W, cell % W].get(mode="promise_in_bounds")
-        return as_dtype(found, self.place.dtype).reshape(*row.shape, self.place.kv_heads, width)
+        K and V of a slot are neighbours, so that this is one gather.
+        """
+        place, W = self.place, self.buffer.shape[1]
+        first, last = min(place.key, place.value) // W, -(-place.end // W)
+        window = last - first, W
+        dimensions = lax.GatherDimensionNumbers(
+            offset_dims=(slots.ndim, slots.ndim + 1), collapsed_slice_dims=(), start_index_map=(0,)
+        )
+        row = (place.row(slots) + first)[..., None]
+        found = lax.gather(self.buffer, row, dimensions, window, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+        cells = as_dtype(found.reshape(*slots.shape, window[0] * W), place.dtype)
+        key, value = place.key - first * W, place.value - first * W
+        sizes = place.kv_heads * place.head_dim, place.kv_heads * place.value_dim
+        if sizes[0] == sizes[1] and value == key + sizes[0]:
+            # An axis for K and V: where rows are cut instead, XLA transposes both and computes the mask in one more
+            # kernel.
+            both = cells[..., key : value + sizes[1]].reshape(*slots.shape, 2, place.kv_heads, place.head_dim)
+            return both[..., 0, :, :], both[..., 1, :, :]
+        keys, values = cells[..., key : key + sizes[0]], cells[..., value : value + sizes[1]]
+        return (
+            keys.reshape(*slots.shape, place.kv_heads, place.head_dim),
+            values.reshape(*slots.shape, place.kv_heads, place.value_dim),
+        )
 
 
 def as_dtype(bits: Array, dtype: str) -> Array:

@@ -12,6 +12,7 @@ closes it, and a pool with a rejected draft in it is closed again, and rewritten
 B requests, D rows a request, X index width, K = topk.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from jaxspec.cache import KPoolSpec, KVCache, PoolCache
 from jaxspec.cache.pages import read_first
 from jaxspec.metadata import KPoolMetadata
 from jaxspec.metadata.ids import unmarked
+from pallas_kernels import PagedRows, paged_attention
+from pallas_kernels.dispatch import dispatch, supported
 
 Array = jax.Array
 Cache = KVCache | PoolCache
@@ -99,12 +102,19 @@ def attend_pooled(
     tokens, count = expand_pools(chosen, visible, kpool.pool)
     slots = slots_of(tokens, table, cache.page_size)
     attended = kpool.dsa_cache_seqlens.reshape(B, D)
-    out = attend_selected(cache, layer, q, slots, attended, scale=scale)
+    out = attend_selected(cache, layer, q, slots, attended, scale=scale, backend=metadata.backend)
     return out, cache, Selection(tokens, count)
 
 
 def attend_selected(
-    cache: Cache, layer: int, q: Array, slots: Array, count: Array, *, scale: float | None = None
+    cache: Cache,
+    layer: int,
+    q: Array,
+    slots: Array,
+    count: Array,
+    *,
+    scale: float | None = None,
+    backend: str | None = None,
 ) -> Array:
     """Attention of each row over slots of its own.
 
@@ -112,15 +122,31 @@ def attend_selected(
       cache, layer, q, scale: as in `attend_pooled`; the rows in question are stored already.
       slots: int32[B, D, M], physical FULL slots, in range everywhere.
       count: int32[B, D], how many of them the row attends to: the first ones. What the others hold does not matter.
+      backend: as in `attend_stored` (static).
 
     Returns:
       [B, D, heads, value_dim or head_dim].
     """
-    spec, (B, D, M) = cache.layers[layer], slots.shape
-    keys, values = cache.read(layer, slots.reshape(B, D * M))
+    scale = float(cache.layers[layer].head_dim ** -0.5 if scale is None else scale)
+    kernel, gather = (functools.partial(f, scale=scale) for f in (_selected_in_place, _selected_gathered))
+    return dispatch("attend_selected", supported(backend), kernel, gather, (q, cache.rows(layer), slots, count))
+
+
+def _selected_in_place(q: Array, rows: PagedRows, slots: Array, count: Array, *, scale: float, interpret: bool):
+    """To the kernel each row is a request."""
+    B, D, M = slots.shape
+    q, slots, count = q.reshape(B * D, 1, *q.shape[2:]), slots.reshape(B * D, M), count.reshape(B * D)
+    how = dict(granularity="token", scale=scale, backend="interpret" if interpret else "triton")
+    out = paged_attention(q, rows, slots, count[:, None] - 1, count, **how)
+    return out.reshape(B, D, *out.shape[2:])
+
+
+def _selected_gathered(q: Array, rows: PagedRows, slots: Array, count: Array, *, scale: float):
+    B, D, M = slots.shape
+    keys, values = rows.read(slots.reshape(B, D * M))
     keys = keys.reshape(B, D, M, *keys.shape[2:])
-    values = None if values.shape[-1] == 0 else values.reshape(B, D, M, *values.shape[2:])
-    return selected_attention(q, keys, values, count, spec.head_dim**-0.5 if scale is None else scale)
+    values = None if rows.place.values_are_keys else values.reshape(B, D, M, *values.shape[2:])
+    return selected_attention(q, keys, values, count, scale)
 
 
 def slots_of(tokens: Array, page_table: Array, page_size: int) -> Array:

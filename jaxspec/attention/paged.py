@@ -1,18 +1,19 @@
-"""Paged attention in jnp: gather the pages, mask, attend.
+"""Attention of D query rows a request over the paged cache.
 
-Cells that no query of a request may see can hold anything, NaN included (pages are handed out as they are). A weight of
-zero does not silence them, 0 * NaN is NaN, so K and V of such cells are replaced by zeros before they meet a sum.
+On a CUDA device a kernel reads the pages where they lie (`pallas_kernels.paged_attention`); elsewhere they are
+gathered, and XLA attends to what was gathered. Metadata say who does it: `ForwardMetadata.backend`.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+import pallas_kernels
 from jaxspec.cache import KVCache, PoolCache
 from jaxspec.metadata.ids import unmarked
+from pallas_kernels.dispatch import supported
+from pallas_kernels.paged_rows import attend_rows, readable_slots
 
 Array = jax.Array
 Cache = KVCache | PoolCache
@@ -65,52 +66,36 @@ def paged_attention(
       >>> out[0, 0, 0].tolist()
       [3.0, 3.0, 3.0, 3.0]
     """
-    B, D, heads, head_dim = q.shape
-    P = page_table.shape[1]
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-
-    if window is None:
-        columns = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
-        first_key = jnp.zeros((B,), jnp.int32)
-    else:
-        # D rows in sequence see window + D - 1 keys, which touch at most this many pages.
-        width = min(P, -(-(window + D - 1) // page_size) + 1)
-        first_key = jnp.maximum(positions[:, 0] - window + 1, 0)
-        columns = jnp.minimum(first_key // page_size, P - width)[:, None] + jnp.arange(width, dtype=jnp.int32)
-
-    pages = jnp.take_along_axis(page_table, columns, axis=1, mode="promise_in_bounds")
-    inside = jnp.arange(page_size, dtype=jnp.int32)
-    S = columns.shape[1] * page_size
-    slots = (pages[:, :, None] * page_size + inside).reshape(B, S)
-    key_positions = (columns[:, :, None] * page_size + inside).reshape(B, S)
-    readable = (key_positions >= first_key[:, None]) & (key_positions < cache_seqlens[:, None])  # [B, S]
-
+    slots, at, readable = readable_slots(page_table, positions, cache_seqlens, page_size=page_size, window=window)
     rows = kv(slots) if callable(kv) else _read_array(kv, slots)
-    keys, values = (jnp.where(readable[:, :, None, None], part, 0) for part in rows)
-    kv_heads = keys.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, kv {kv_heads}: the first must be a multiple of the second")
-    visible = readable[:, None] & (key_positions[:, None] <= positions[:, :, None] if causal else True)  # [B, D, S]
-    if window is not None:
-        visible &= key_positions[:, None] > positions[:, :, None] - window
+    return attend_rows(q, *rows, positions, at, readable, window=window, causal=causal, scale=scale)
 
-    grouped = q.reshape(B, D, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum(
-        "bdhgx,bshx->bhgds", grouped, keys.astype(q.dtype), precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(visible[:, None, None], scores * (head_dim**-0.5 if scale is None else scale), -jnp.inf)
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1, total)
-    out = jnp.einsum(
-        "bhgds,bshx->bdhgx",
-        weights.astype(q.dtype),
-        values.astype(q.dtype),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return out.reshape(B, D, heads, values.shape[-1]).astype(q.dtype)
+
+def attend_stored(
+    cache: Cache,
+    layer: int,
+    q: Array,
+    page_table: Array,
+    positions: Array,
+    cache_seqlens: Array,
+    *,
+    causal: bool = True,
+    backend: str | None = None,
+) -> Array:
+    """Attention over rows that are in the cache already.
+
+    Args:
+      cache, layer, q: as in `attend`.
+      page_table, positions, cache_seqlens, causal: as in `paged_attention`.
+      backend: None, 'mosaic': the kernel on a CUDA device, else gathered rows; 'triton' and 'interpret': the kernel;
+        'reference': gathered rows (static).
+
+    Returns:
+      [B, D, heads, value_dim].
+    """
+    window = cache.layers[layer].window
+    how = dict(window=window, causal=causal, backend=supported(backend))
+    return pallas_kernels.paged_attention(q, cache.rows(layer), page_table, positions, cache_seqlens, **how)
 
 
 def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> tuple[Array, Cache]:
@@ -121,24 +106,19 @@ def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> 
       layer: index into `cache.layers` (static).
       q: [B, D, heads, head_dim], after rotary embedding.
       k, v: [B, D, num_kv_heads, head_dim]; v's last axis is `value_dim` where the layer has one.
-      metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward.
+      metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward. Its `backend` says who
+        attends.
 
     Returns:
       [B, D, heads, value_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose
-      slot is the sink (padding, past the context limit) leave every owned slot as it was.
+      slot is the sink (padding, past the context limit) leave every owned slot as it was. Padding attends to nothing
+      and gives zeros.
     """
     spec = cache.layers[layer]
     in_swa = spec.storage == "swa"
     slots = unmarked(metadata.window.swa_loc if in_swa else metadata.window.full_loc, spec.storage)
     table = unmarked(metadata.swa_page_table if in_swa else metadata.page_table, spec.storage)
     cache = cache.write(layer, slots, k, v)
-    out = paged_attention(
-        q,
-        functools.partial(cache.read, layer),
-        table,
-        metadata.window.positions,
-        metadata.cache_seqlens,
-        page_size=cache.page_size,
-        window=spec.window,
-    )
+    positions = metadata.query_positions
+    out = attend_stored(cache, layer, q, table, positions, metadata.cache_seqlens, backend=metadata.backend)
     return out, cache

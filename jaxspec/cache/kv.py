@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxspec.cache.layers import ACCUMULATED, KPoolSpec, LayerSpec, StatePart, StateSpec, check_pools
 from jaxspec.cache.layout import PoolLayout
-from pallas_kernels import View, state_scatter
+from pallas_kernels import PagedRows, RowPlace, View, state_scatter
 
 Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -44,16 +44,6 @@ def _join(spec: LayerSpec, k: Array, v: Array | None, dtype) -> Array:
             raise ValueError(f"{name} has shape {array.shape}: the layer keeps [B, D, {shape[0]}, {shape[1]}]")
         rows.append(array.reshape(*array.shape[:2], math.prod(shape)).astype(dtype))
     return jnp.concatenate(rows, axis=-1)
-
-
-def _split(spec: LayerSpec, rows: Array) -> tuple[Array, Array]:
-    """The inverse: keys and values by head."""
-    if spec.key_shape == spec.value_shape:
-        # An axis for K and V: where rows are cut instead, XLA transposes both and computes the mask in one more kernel.
-        both = rows.reshape(*rows.shape[:2], 2, *spec.key_shape)
-        return both[:, :, 0], both[:, :, 1]
-    keys, values = rows[..., : spec.key_width], rows[..., spec.key_width :]
-    return keys.reshape(*rows.shape[:2], *spec.key_shape), values.reshape(*rows.shape[:2], *spec.value_shape)
 
 
 def _bits_as(rows: Array, dtype) -> Array:
@@ -187,7 +177,13 @@ class KVCache:
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer: int32[B, S] slots give keys [B, S, num_kv_heads, head_dim] and values
         [B, S, num_kv_heads, value_dim], in the cache dtype."""
-        return _split(self.layers[layer], self._rows(layer).at[slots].get(mode=IN_BOUNDS))
+        return self.rows(layer).read(slots)
+
+    def rows(self, layer: int) -> PagedRows:
+        """Where the rows of one layer lie: what attention reads them by."""
+        spec = self.layers[layer]
+        shape = dict(kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_shape[1])
+        return PagedRows.of(self._rows(layer), **shape, page_size=self.page_size)
 
     def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "KVCache":
         """Stores states of one recurrent layer.
@@ -339,8 +335,24 @@ class PoolCache:
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer; see `KVCache.read`."""
-        rows = self._get(*self._places(layer, slots))
-        return _split(self.layers[layer], lax.bitcast_convert_type(rows, self.layout.dtype))
+        return self.rows(layer).read(slots)
+
+    def rows(self, layer: int) -> PagedRows:
+        """Where the rows of one layer lie; see `KVCache.rows`."""
+        spec, layout = self.layers[layer], self.layout
+        row = layout.row(layer, self.lanes == "draft")
+        place = RowPlace(
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.value_shape[1],
+            page_size=self.page_size,
+            page_rows=layout.page_units(row.kind),
+            entry_rows=layout.entry_units(row.kind),
+            key=row.key * layout.unit,
+            value=row.value * layout.unit,
+            dtype=layout.dtype,
+        )
+        return PagedRows(self.buffer, place)
 
     def write_state(self, layer: int, slots: Array, parts: tuple[Array, ...]) -> "PoolCache":
         """Stores states of one recurrent layer; see `KVCache.write_state`."""

@@ -17,14 +17,13 @@ with the context: rows behind its last position, which no target row will verify
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention import paged_attention
+from jaxspec.attention.paged import attend_stored
 from jaxspec.cache import KVCache, LayerSpec, PoolCache, init_cache
 from jaxspec.cache.context import commit_context
 from jaxspec.cache.pages import read_first
@@ -161,16 +160,8 @@ class BlockDrafter:
             spec = cache.layers[layer]
             space = VIRTUAL if self._private else spec.storage
             cache = cache.write(layer, unmarked(slots[f"{space}_loc"], space)[:, :rows], k, v)
-            out = paged_attention(
-                q,
-                functools.partial(cache.read, layer),
-                unmarked(tables[space], space),
-                positions,
-                lengths,
-                page_size=cache.page_size,
-                window=spec.window,
-                causal=draft.causal(layer),
-            )
+            how = dict(causal=draft.causal(layer), backend=metadata.backend)
+            out = attend_stored(cache, layer, q, unmarked(tables[space], space), positions, lengths, **how)
             return out, cache
 
         first = jnp.arange(rows, dtype=jnp.int32) == 0

@@ -136,4 +136,5 @@ def _two_rows(context: DraftContext, window: WriteWindow) -> DraftExtendMetadata
         state_slots=None,
         extend_lens=jnp.full((B,), 2, jnp.int32),
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * 2,
+        backend=context.metadata.backend,
     )

@@ -216,7 +216,8 @@ class MTPDrafter:
                 v = jnp.zeros((*k.shape[:3], 0), k.dtype) if v is None else v
                 cache = cache.write(layer, column_of(written), k, v)
                 attended = (seed + i + 1)[:, None]
-                return attend_selected(cache, layer, q, slots[:, None], attended, scale=scale), cache
+                how = dict(scale=scale, backend=metadata.backend)
+                return attend_selected(cache, layer, q, slots[:, None], attended, **how), cache
 
             positions = column_of(metadata.window.positions)
             first_row = jnp.zeros((B, 1), jnp.int32)

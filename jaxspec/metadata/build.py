@@ -97,7 +97,7 @@ def verify_metadata(
       limit: context limit in tokens; rows at or past it go to the sink and are no keys of any row.
       states: where the requests' states are, if `packed` has a place for their slots; see `jaxspec.recur`.
       kpool: how sparse layers select and who prepares it; None without such layers. `packed` must have its sections.
-      backend: who runs the kernels, see `pallas_kernels`.
+      backend: who runs the kernels, those of attention too, see `pallas_kernels`.
 
     Returns:
       The metadata, whose tables and window are views of the second result, and the packed buffer after. Key lengths are
@@ -138,6 +138,7 @@ def verify_metadata(
             count=jnp.where(req_rows > 0, jnp.clip(limit - seq_lens, 0, D), 0),
             page_size=page_size,
         ),
+        backend=backend,
         cu_seqlens_q=jnp.arange(B + 1, dtype=jnp.int32) * D,
         ids=ids,
     )
@@ -209,6 +210,7 @@ def draft_extend_metadata(
             count=jnp.minimum(count, jnp.maximum(end - seq_lens, 0)),
             page_size=page_size,
         ),
+        backend=backend,
         extend_lens=extend_lens,
         cu_seqlens_q=packed.decode_tables().cu_seqlens_q,
     )
@@ -230,7 +232,7 @@ def write_chain(
 
 @jax.named_scope(SCOPE)
 def read_chain(
-    seq_lens, req_rows, page_rows, packed: PackedMetadata, *, page_size, limit, kpool: KPool, state_slots
+    seq_lens, req_rows, page_rows, packed: PackedMetadata, *, page_size, limit, kpool: KPool, state_slots, backend
 ) -> DecodeMetadata:
     """The metadata in a buffer that `write_chain` has written, or in a copy of it."""
     lengths, sums = _lengths(packed) if kpool.fused else _cut(_lengths(packed)[0], limit)
@@ -251,6 +253,7 @@ def read_chain(
             count=jnp.zeros_like(seq_lens),
             page_size=page_size,
         ),
+        backend=backend,
     )
 
 
@@ -367,4 +370,5 @@ def decode_step(verify: VerifyMetadata, window: WriteWindow, step: Array) -> Dec
         window=window,
         logit_rows=None,
         state_slots=None,
+        backend=verify.backend,
     )

@@ -99,5 +99,5 @@ def chain_metadata(
         packed = dataclasses.replace(packed, buffer=packed.buffer.at[:].set(source.packed.buffer))
     else:
         packed = write_chain(seq_lens, req_rows, page_rows, v2p, packed, backend=backend, **how)
-    metadata = read_chain(seq_lens, req_rows, page_rows, packed, state_slots=state_slots, **how)
+    metadata = read_chain(seq_lens, req_rows, page_rows, packed, state_slots=state_slots, backend=backend, **how)
     return ChainMetadata(metadata, packed, made_of, settings)

@@ -9,6 +9,7 @@ import functools
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from jaxspec.metadata.kpool import KPoolMetadata
 
@@ -50,6 +51,7 @@ class ForwardMetadata:
       state_slots: int32[B] or None, where each request's state is; -1 for padded lanes. None when no layer of the model
         keeps anything a request.
       kpool: what compressed sparse attention needs besides; None when the model has no such layer.
+      backend: who attends, see `pallas_kernels.paged_attention` (static).
     """
 
     cache_seqlens: Array
@@ -60,6 +62,12 @@ class ForwardMetadata:
     logit_rows: Array | None
     state_slots: Array | None
     kpool: KPoolMetadata | None = None
+    backend: str | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def query_positions(self) -> Array:
+        """int32[B, D], position of each row of the forward, -1 of those that are padding."""
+        return self.window.positions
 
 
 @_keyword_dataclass
@@ -91,3 +99,9 @@ class DraftExtendMetadata(ForwardMetadata):
 
     extend_lens: Array
     cu_seqlens_q: Array
+
+    @property
+    def query_positions(self) -> Array:
+        positions = self.window.positions
+        real = jnp.arange(positions.shape[1], dtype=jnp.int32) < self.extend_lens[:, None]
+        return jnp.where(real, positions, -1)
