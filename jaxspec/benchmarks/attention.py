@@ -80,7 +80,7 @@ class Settings:
     head_dim: int = setting(128, "Elements of a head.", least=1)
     runs: int = setting(10, "Timed calls of each loop, in turn.", least=2)
     turns: int = setting(0, "Turns of a loop a call; 0: by bytes, 4 to 200.", least=0)
-    spread_mb: int = setting(256, "MB of different K and V that the turns of a loop go through.", least=0)
+    spread_mb: int = setting(1024, "MB of different K and V that the turns of a loop go through.", least=0)
     copy_mb: int = setting(1024, "MiB of the array that is copied.", least=1)
     gather_limit_gb: float = setting(
         12.0, "GB that XLA's path may gather; it is left out where it takes more.", least=0
@@ -137,11 +137,16 @@ def run(settings: Settings, task: Task = quiet) -> Report:
             "--spread_mb=0 --kv_heads=2 --head_dim=16 runs it small on a CPU"
         )
     found, spread = problems(settings), int(settings.spread_mb * 1e6)
+    shape = found[0].cache(max(problem.pages(spread) for problem in found))
+    size = shape.size * shape.dtype.itemsize
+    if size > memory():
+        raise InputError(
+            f"shapes={settings.shapes!r}: the largest needs {size / 1e9:.1f} GB of K and V, and jax has "
+            f"{memory() / 1e9:.1f}; leave it out"
+        )
     compiled = compile_arms(found, settings, task)
     copy = copy_chain(settings.copy_mb << 20)
-    pages = max(problem.pages(spread) for problem in found)
-    shape = found[0].cache(pages)
-    with task("pool", f"drawing {shape.size * shape.dtype.itemsize / 1e9:.2f} GB"):
+    with task("pool", f"drawing {size / 1e9:.2f} GB"):
         pool = jax.block_until_ready(random_pool(shape.shape, settings.dtype))
     rows, copies = [], []
     for problem, calls in compiled.items():
@@ -150,6 +155,11 @@ def run(settings: Settings, task: Task = quiet) -> Report:
         rows.append(row)
         copies += copied
     return report(settings, rows, Samples(tuple(copies)))
+
+
+def memory() -> float:
+    """Bytes that jax may use of the device; infinite where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
 
 
 def problems(settings: Settings) -> list[Problem]:
@@ -432,8 +442,8 @@ def _notes(settings: Settings, rows: Sequence[Row], copies: Samples) -> list[str
     found += [
         f"Copy: {copies.median / 1e3:.1f} GB/s read and written, quartiles {low:.1f} to {high:.1f}, {len(copies.us)} "
         f"calls of {COPY_TURNS} x {settings.copy_mb} MiB.",
-        f"Medians of {settings.runs} calls, loops in turn, less the floor. Each call goes on through K and V of at "
-        f"least {settings.spread_mb} MB.",
+        f"Medians of {settings.runs} calls, loops in turn, less the floor. The turns of a loop go through K and V "
+        f"of at least {settings.spread_mb} MB.",
         "Before: what the last turn of each loop wrote was compared with float64; what is wrong is not timed.",
     ]
     left = sum(XLA not in row.errors for row in rows)

@@ -8,8 +8,8 @@ several *regions*, as many as make 256 MB of different pages: region r of R of a
 
     page 1 + R * i + r    for live page number i of the batch, in random order
 
-and a turn goes from one region to the next by adding 1 to the page table. Columns of the table that no row sees, behind
-a request's last key or before its window, hold any live page.
+so that a turn goes from one region to the next by adding 1 to the page table. Columns of the table that no row sees,
+behind a request's last key or before its window, hold any live page.
 """
 
 import dataclasses
