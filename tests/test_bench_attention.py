@@ -16,7 +16,7 @@ import pytest
 import quick_compile
 
 from jaxspec import cli
-from jaxspec.benchmarks import attention, timing
+from jaxspec.benchmarks import attention, base, timing
 from jaxspec.benchmarks import attention_problem as problems
 from jaxspec.benchmarks.attention_problem import FLOOR, KERNEL, XLA, Problem
 from jaxspec.benchmarks.timing import Samples
@@ -249,6 +249,32 @@ def test_xla_is_left_out_where_it_would_gather_too_much(capsys, monkeypatch):
     assert (one["gathered_bytes"], other["gathered_bytes"]) == (2 * 12 * 128, 2 * 40 * 128)
     assert XLA in one["arms"] and list(other["arms"]) == [FLOOR, KERNEL] and list(other["errors"]) == [KERNEL]
     assert "too large" in bench_cases.rows_of(err)["2,40"] and "Too large: 1 shapes" in err
+
+
+def test_a_loop_that_fails_among_others_is_compiled_by_itself(monkeypatch):
+    """And if it fails again, that is told."""
+    problem, tried = tiny(2, 9, 1), []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            tried.append(self.name)
+            if self.name == XLA and tried.count(XLA) < 1 + failures:
+                raise RuntimeError("out of memory")
+            return self.name
+
+    named = dict.fromkeys([FLOOR, KERNEL, XLA])
+    monkeypatch.setattr(attention, "arms", lambda *settings: {name: name for name in named})
+    monkeypatch.setattr(attention, "lower", lambda problem, attend, turns, pages: Lowered(attend))
+    failures, settings = 1, attention.Settings()
+    found = attention.compile_arms([problem], settings, base.quiet)
+    assert found == {problem: {name: name for name in named}} and sorted(tried) == [FLOOR, KERNEL, XLA, XLA]
+    tried.clear()
+    failures = 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attention.compile_arms([problem], settings, base.quiet)
 
 
 @pytest.mark.parametrize(

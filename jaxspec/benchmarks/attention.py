@@ -225,18 +225,19 @@ def compile_arms(found: Sequence[Problem], settings: Settings, task: Task) -> di
     spread, limit = int(settings.spread_mb * 1e6), settings.gather_limit_gb * 1e9
     pages = max(problem.pages(spread) for problem in found)
     works = {problem: arms(problem, settings.backend, limit) for problem in found}
-    with (
-        task("loops", f"compiling {sum(map(len, works.values()))}"),
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        started = {
-            problem: {
-                arm: pool.submit(lower(problem, attend, turns_of(problem, settings), pages).compile)
-                for arm, attend in attends.items()
-            }
-            for problem, attends in works.items()
-        }
-        return {problem: {arm: work.result() for arm, work in calls.items()} for problem, calls in started.items()}
+    count = sum(map(len, works.values()))
+    with task("loops", f"compiling {count}"), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = {}
+        for problem, attends in works.items():
+            for arm, attend in attends.items():
+                lowered = lower(problem, attend, turns_of(problem, settings), pages)
+                started[problem, arm] = lowered, pool.submit(lowered.compile)
+        concurrent.futures.wait([compiling for _, compiling in started.values()])
+    compiled = {problem: {} for problem in works}
+    for (problem, arm), (lowered, compiling) in started.items():
+        # One that failed gets a second chance by itself: many large products tried at a time may not fit.
+        compiled[problem][arm] = lowered.compile() if compiling.exception() else compiling.result()
+    return compiled
 
 
 def arguments(problem: Problem, pages: int) -> tuple:
