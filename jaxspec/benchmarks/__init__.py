@@ -6,12 +6,13 @@ A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fiel
 command line needs to know of it.
 """
 
-from jaxspec.benchmarks import acceptance, fusion_ab, launches, metadata, pool_size, unified_ab
+from jaxspec.benchmarks import acceptance, attention, fusion_ab, launches, metadata, pool_size, unified_ab
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     "acceptance": acceptance,
+    "attention": attention,
     "fusion-ab": fusion_ab,
     "launches": launches,
     "metadata": metadata,
