@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import paged_kernel
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.paged_kernel import Plan
+from pallas_kernels.paged_plan import Plan
 from pallas_kernels.paged_rows import PagedRows, attend_rows, check_heads, readable_slots
 
 Array = jax.Array
@@ -79,7 +79,7 @@ def paged_attention(
         return jnp.zeros((B, D, H, place.out_dim), q.dtype)
     if backend is None and not {q.dtype.name, place.dtype} <= set(DTYPES):
         backend = "reference"
-    plan = Plan(B=B, D=D, H=H, P=page_table.shape[1], rows=place, **how)
+    plan = Plan(B=B, D=D, H=H, P=page_table.shape[1], rows=place, dtype=q.dtype.name, **how)
     return dispatch(
         "paged_attention",
         backend,
@@ -91,7 +91,9 @@ def paged_attention(
 
 def _reference(q, rows, page_table, positions, cache_seqlens, *, by_slot, window, causal, scale):
     page_size = 1 if by_slot else rows.place.page_size
-    slots, at, readable = readable_slots(page_table, positions, cache_seqlens, page_size=page_size, window=window)
+    slots, at, readable = readable_slots(
+        page_table, positions, cache_seqlens, page_size=page_size, window=window, causal=causal
+    )
     keys, values = rows.read(slots)
     values = keys if rows.place.values_are_keys else values
     return attend_rows(q, keys, values, positions, at, readable, window=window, causal=causal, scale=scale)

@@ -6,7 +6,7 @@ scores, their running maximum, the sum of their powers and the weighted sum of V
 are at most is known at compile time, how many a context has follows from its length:
 
     keys lo .. hi of the tile       1000 .. 5096, 4096 keys
-    parts, of at least LEAST_KEYS   min(parts, 4096 // 256) = 16: 256 keys each, in whole blocks
+    parts, of at least 128 keys     min(plan.usual_parts, 4096 // 128) = 4, say: 1024 keys each, in whole blocks
 
 Programs of parts that are not there end at once. The launch so depends on shapes alone, and no bit of a request's
 result depends on the other requests. Parts meet in a second launch, a program a row; a single part writes the result
@@ -15,8 +15,6 @@ itself.
 Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in the page table too.
 """
 
-import dataclasses
-import functools
 import math
 
 import jax
@@ -25,164 +23,57 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.paged_plan import Plan, power
 from pallas_kernels.paged_rows import PagedRows, RowPlace, as_dtype
 from pallas_kernels.triton import pltriton
 
 Array = jax.Array
 
-# Chosen by measurement on an H200 unless another reason is given.
-WAVES = 2, 8  # how often, at least and at most, the programs should fill the device
-PROCESSORS = 132  # of an H200; another number costs time, no correctness
-FULL_WAVES = 0.93  # share of places in use that is good enough to look no further
-LEAST_KEYS = 128  # of a part: less is not worth its share of the second launch
-MOST_KEYS = 8192  # of a part, so that one long context among short ones does not run alone on a few processors
-SCRATCH = 2**26  # float32 cells of all parts, 256 MB: bounds what the launch allocates
-TILE = 64  # most rows of a tile
-BLOCK_BYTES = 1 << 15  # of a block of K
-STAGES = 2  # blocks on their way at a time
-FEW_PARTS = 8  # which one warp combines
-CHUNK = 32  # parts that the second launch loads at a time
 NEVER = np.float32(-1e30)  # the score of a key that is not seen; finite, so that differences of two are numbers
 LOG2E = math.log2(math.e)
 
 
-def _power(count: int, least: int = 16) -> int:
-    """The next power of two, at least `least`: what a product takes."""
-    return max(least, 1 << max(0, count - 1).bit_length())
+def _tile_of(plan: Plan, program, inner: int):
+    """(request, part, tile, K/V head) of a program; the heads of a page's tokens are neighbours in time."""
+    heads, tiles = np.int32(plan.rows.kv_heads), np.int32(plan.tiles)
+    rest, head = lax.div(program, heads), lax.rem(program, heads)
+    rest, tile = lax.div(rest, tiles), lax.rem(rest, tiles)
+    return lax.div(rest, np.int32(inner)), lax.rem(rest, np.int32(inner)), tile, head
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """All that is static of a call.
+def _span(plan: Plan, positions, lens, request, tile):
+    """Of a tile: positions int32[tile] of its rows, -1 of spare ones; lo and hi, the keys that some row sees; keys
+    a part, in whole blocks."""
+    row = lax.iota(jnp.int32, plan.tile) + tile * plan.tile
+    live = row < plan.D * plan.group
+    d = lax.div(row, np.int32(plan.group))
+    at = pltriton.load(positions.at[request, jnp.where(live, d, 0)], mask=live, other=np.int32(-1))
+    length, newest = lens[request], jnp.max(at)
+    if plan.causal:
+        hi = jnp.minimum(length, newest + 1)
+    else:
+        hi = jnp.where(newest < 0, 0, length)
+    hi = jnp.minimum(hi, plan.capacity)
+    lo = jnp.int32(0)
+    if plan.window is not None:
+        oldest = jnp.min(jnp.where(at < 0, np.int32(2**30), at))
+        lo = jnp.minimum(jnp.maximum(oldest - (plan.window - 1), 0), hi)
+    count = hi - lo
+    usual = min(plan.usual_parts, plan.parts)
+    parts = jnp.clip(lax.div(count, np.int32(plan.sizes.least_keys)), 1, usual)
+    parts = jnp.clip(_cdiv(count, plan.sizes.most_keys), parts, plan.parts)
+    blocks = _cdiv(count, plan.block)
+    return at, lo, hi, jnp.maximum(lax.div(blocks + parts - 1, parts), 1) * plan.block
 
-    Attributes:
-      B, D, H: requests, rows a request, query heads.
-      P: columns of the table.
-      by_slot: whether the table has a column a key, its slot, and not one a page.
-      rows: where K and V lie; only its static numbers are looked at.
-      window, causal, scale: as in `paged_attention`.
-    """
 
-    B: int
-    D: int
-    H: int
-    P: int
-    by_slot: bool
-    rows: RowPlace
-    window: int | None
-    causal: bool
-    scale: float
-
-    @property
-    def capacity(self) -> int:
-        """Keys that a row of the table has columns for."""
-        return self.P if self.by_slot else self.P * self.rows.page_size
-
-    @property
-    def group(self) -> int:
-        """G, query heads a K/V head."""
-        return self.H // self.rows.kv_heads
-
-    @property
-    def tile(self) -> int:
-        """Rows of a tile, spare ones included."""
-        return min(_power(self.D * self.group), TILE if self.out < 512 else TILE // 2)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a request's rows, of one K/V head."""
-        return -(-self.D * self.group // self.tile)
-
-    @property
-    def key(self) -> int:
-        """Lanes of a K row."""
-        return _power(self.rows.head_dim)
-
-    @property
-    def out(self) -> int:
-        """Lanes of a V row."""
-        return _power(self.rows.out_dim)
-
-    @property
-    def block(self) -> int:
-        """Keys a block."""
-        size = max(self.key, self.out) * jnp.dtype(self.rows.dtype).itemsize
-        return min(max(16, BLOCK_BYTES // size), 128, _power(self.capacity))
-
-    @property
-    def warps(self) -> int:
-        """Of a program: as many as keep its sums in registers."""
-        return 8 if self.tile * self.out > 64 * 128 else 4
-
-    @property
-    def combine_warps(self) -> int:
-        """Of a program of the second launch."""
-        return 1 if self.parts <= FEW_PARTS else 4
-
-    @property
-    def _programs(self) -> int:
-        """Programs of a launch in which each context is one part."""
-        return self.B * self.tiles * self.rows.kv_heads
-
-    @property
-    def _keys(self) -> int:
-        """Keys of the longest context."""
-        keys = self.capacity
-        return keys if self.window is None else min(keys, self.window + self.D - 1)
-
-    @functools.cached_property
-    def usual_parts(self) -> int:
-        """Parts of a context that is not very long: the least number that leaves few processors idle at the end."""
-        least, most = (max(1, waves * PROCESSORS // self._programs) for waves in WAVES)
-
-        def in_use(parts):
-            waves = self._programs * parts / PROCESSORS
-            return waves / math.ceil(waves)
-
-        good = (parts for parts in range(least, most + 1) if in_use(parts) >= FULL_WAVES)
-        return next(good, max(range(least, most + 1), key=in_use))
-
-    @functools.cached_property
-    def parts(self) -> int:
-        """Most parts of a context."""
-        usual = min(self.usual_parts, -(-self._keys // LEAST_KEYS))
-        room = SCRATCH // (self._programs * self.tile * self.out)
-        return max(1, min(max(usual, -(-self._keys // MOST_KEYS)), room))
-
-    def tile_of(self, program, inner: int):
-        """(request, part, tile, K/V head) of a program; the heads of a page's tokens are neighbours in time."""
-        heads, tiles = np.int32(self.rows.kv_heads), np.int32(self.tiles)
-        rest, head = lax.div(program, heads), lax.rem(program, heads)
-        rest, tile = lax.div(rest, tiles), lax.rem(rest, tiles)
-        return lax.div(rest, np.int32(inner)), lax.rem(rest, np.int32(inner)), tile, head
-
-    def span(self, positions, lens, request, tile):
-        """Of a tile: positions int32[tile] of its rows, -1 of spare ones; lo and hi, the keys that some row sees; keys
-        a part, in whole blocks."""
-        row = lax.iota(jnp.int32, self.tile) + tile * self.tile
-        live = row < self.D * self.group
-        d = lax.div(row, np.int32(self.group))
-        at = pltriton.load(positions.at[request, jnp.where(live, d, 0)], mask=live, other=np.int32(-1))
-        length, newest = lens[request], jnp.max(at)
-        if self.causal:
-            hi = jnp.minimum(length, newest + 1)
-        else:
-            hi = jnp.where(newest < 0, 0, length)
-        hi = jnp.minimum(hi, self.capacity)
-        lo = jnp.int32(0)
-        if self.window is not None:
-            oldest = jnp.min(jnp.where(at < 0, np.int32(2**30), at))
-            lo = jnp.minimum(jnp.maximum(oldest - (self.window - 1), 0), hi)
-        count = hi - lo
-        parts = jnp.clip(lax.div(count, np.int32(LEAST_KEYS)), 1, min(self.usual_parts, self.parts))
-        parts = jnp.clip(lax.div(count + np.int32(MOST_KEYS - 1), np.int32(MOST_KEYS)), parts, self.parts)
-        blocks = lax.div(count + np.int32(self.block - 1), np.int32(self.block))
-        return at, lo, hi, jnp.maximum(lax.div(blocks + parts - 1, parts), 1) * self.block
+def _cdiv(x, n: int):
+    """x / n, rounded up, of x >= 0."""
+    return lax.div(x + np.int32(n - 1), np.int32(n))
 
 
 def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: Array, lens: Array, *, interpret: bool):
     """[B, D, H, out_dim] of q [B, D, H, head_dim] over `rows`; see `paged_attention`."""
-    B, D, H, parts, each = plan.B, plan.D, plan.H, plan.parts, plan.B * plan.tiles * plan.rows.kv_heads
+    B, D, H, parts, each = plan.B, plan.D, plan.H, plan.parts, plan.programs
     result = jax.ShapeDtypeStruct((B * D * H, plan.rows.out_dim), q.dtype)
     sums = jax.ShapeDtypeStruct((each * parts * plan.tile, plan.out), jnp.float32)
     scalars = jax.ShapeDtypeStruct((each * plan.tile, parts), jnp.float32)
@@ -195,7 +86,7 @@ def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: 
         grid=(each * parts,),
         name="paged_attention",
         out_shape=[result] if parts == 1 else [result, sums, scalars, scalars],
-        compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=STAGES),
+        compiler_params=pltriton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
     )(q.reshape(B * D * H, q.shape[3]), rows.buffer, page_table, positions, lens)
     if parts > 1:
@@ -213,8 +104,8 @@ def attend(plan: Plan, q: Array, rows: PagedRows, page_table: Array, positions: 
 
 def _attend_part(plan: Plan, interpret: bool, q, buffer, table, positions, lens, outs: tuple) -> None:
     """A tile of rows over one part of a context."""
-    request, part, tile, head = plan.tile_of(pl.program_id(0), plan.parts)
-    at, lo, hi, share = plan.span(positions, lens, request, tile)
+    request, part, tile, head = _tile_of(plan, pl.program_id(0), plan.parts)
+    at, lo, hi, share = _span(plan, positions, lens, request, tile)
     start = lo + part * share
     inside = lax.iota(jnp.int32, plan.tile)
     row = inside + tile * plan.tile
@@ -226,7 +117,7 @@ def _attend_part(plan: Plan, interpret: bool, q, buffer, table, positions, lens,
         end = jnp.minimum(start + share, hi)
         queries = _load(q, place, 0, plan.rows.head_dim, plan.key, real)
         step = _block(plan, interpret, buffer, table, request, head, at, queries, lo, end)
-        turns = lax.div(end - start + np.int32(plan.block - 1), np.int32(plan.block))
+        turns = _cdiv(end - start, plan.block)
         peak = jnp.full((plan.tile,), NEVER, jnp.float32)
         carry = peak, jnp.zeros((plan.tile,), jnp.float32), jnp.zeros((plan.tile, plan.out), jnp.float32)
         # Blocks that every row sees whole need no masks. A window has few of them: not worth a loop of their own.
@@ -310,9 +201,9 @@ def _combine(plan: Plan, before, sums, peaks, totals, positions, lens, out) -> N
     row = d * plan.group + lax.rem(head, np.int32(plan.group))
     tile, inside = lax.div(row, np.int32(plan.tile)), lax.rem(row, np.int32(plan.tile))
     base = (request * plan.tiles + tile) * plan.rows.kv_heads + lax.div(head, np.int32(plan.group))
-    _, lo, hi, share = plan.span(positions, lens, request, tile)
+    _, lo, hi, share = _span(plan, positions, lens, request, tile)
     parts = lax.div(hi - lo + share - 1, share)
-    chunk = min(_power(plan.parts, 1), CHUNK)
+    chunk = min(power(plan.parts, 1), plan.sizes.chunk)
 
     def step(i, carry):
         highest, total, result = carry
@@ -330,7 +221,7 @@ def _combine(plan: Plan, before, sums, peaks, totals, positions, lens, out) -> N
 
     def work():
         carry = NEVER + jnp.float32(0), jnp.float32(0), jnp.zeros((plan.out,), jnp.float32)
-        turns = lax.div(parts + np.int32(chunk - 1), np.int32(chunk))
+        turns = _cdiv(parts, chunk)
         _, total, result = lax.fori_loop(0, turns, step, carry)
         lane = lax.iota(jnp.int32, plan.out)
         result = (result / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
@@ -355,7 +246,6 @@ def _load(ref, row, first, width: int, lanes: int, real, place: RowPlace | None 
     if width < lanes:
         inside = jnp.broadcast_to((lane < width)[None], shape)
         mask = inside if mask is None else mask & inside
-        lane = jnp.where(lane < width, lane, 0)
     cell = lane + first
     if place is not None and place.end > W:
         more, cell = _cells(first, lane, width, W, grain)

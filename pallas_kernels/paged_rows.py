@@ -129,12 +129,12 @@ def as_dtype(bits: Array, dtype: str) -> Array:
 
 
 def readable_slots(
-    page_table: Array, positions: Array, cache_seqlens: Array, *, page_size: int, window: int | None
+    page_table: Array, positions: Array, cache_seqlens: Array, *, page_size: int, window: int | None, causal: bool
 ) -> tuple[Array, Array, Array]:
     """The slots that hold what the rows of each request may see, and perhaps more of the same pages.
 
     Args:
-      page_table: int32[B, P].
+      page_table: int32[B, P]; columns of pages that no row sees may hold anything.
       positions: int32[B, D], consecutive; -1 in rows that are padding.
       cache_seqlens: int32[B].
 
@@ -143,20 +143,23 @@ def readable_slots(
       request may see it.
     """
     (B, P), D = page_table.shape, positions.shape[1]
-    if window is None:
-        columns = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
-        first_key = jnp.zeros((B,), jnp.int32)
-    else:
-        # D rows in sequence see window + D - 1 keys, which touch at most this many pages.
-        width = min(P, -(-(window + D - 1) // page_size) + 1)
+    first_key, newest = jnp.zeros((B,), jnp.int32), jnp.max(positions, axis=1)
+    end = jnp.minimum(cache_seqlens, newest + 1) if causal else jnp.where(newest < 0, 0, cache_seqlens)
+    columns = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
+    if window is not None:
         first_key = jnp.maximum(positions[:, 0] - window + 1, 0)
-        columns = jnp.minimum(first_key // page_size, P - width)[:, None] + jnp.arange(width, dtype=jnp.int32)
+        if causal:
+            # D rows in sequence see window + D - 1 keys, which touch at most this many pages.
+            width = min(P, -(-(window + D - 1) // page_size) + 1)
+            columns = jnp.minimum(first_key // page_size, P - width)[:, None] + jnp.arange(width, dtype=jnp.int32)
     pages = jnp.take_along_axis(page_table, columns, axis=1, mode="promise_in_bounds")
+    needed = (columns * page_size < end[:, None]) & ((columns + 1) * page_size > first_key[:, None])
+    pages = jnp.where(needed, pages, 0)
     inside = jnp.arange(page_size, dtype=jnp.int32)
     S = columns.shape[1] * page_size
     slots = (pages[:, :, None] * page_size + inside).reshape(B, S)
     key_positions = (columns[:, :, None] * page_size + inside).reshape(B, S)
-    readable = (key_positions >= first_key[:, None]) & (key_positions < cache_seqlens[:, None])
+    readable = (key_positions >= first_key[:, None]) & (key_positions < end[:, None])
     return slots, key_positions, readable
 
 

@@ -47,8 +47,9 @@ def paged_attention(
       kv: one layer's rows: an array [slots, 2, num_kv_heads, head_dim], or a function that takes int32[B, S] physical
         slots to keys [B, S, num_kv_heads, head_dim] and values [B, S, num_kv_heads, value_dim], such as
         `functools.partial(cache.read, layer)`.
-      page_table: int32[B, P], physical page of each column; columns past a row's length may hold any page in range.
-      positions: int32[B, D], absolute positions, consecutive: positions[b, j] = positions[b, 0] + j.
+      page_table: int32[B, P], physical page of each column; columns past a row's length may hold anything.
+      positions: int32[B, D], absolute positions, consecutive: positions[b, j] = positions[b, 0] + j; or -1 in the last
+        rows of a request, or all, which are padding and see nothing.
       cache_seqlens: int32[B], keys of each request, those of the query rows included.
       page_size: tokens a page.
       window: None, or how many keys a query sees, itself included. Only the columns that can hold visible keys are
@@ -66,7 +67,9 @@ def paged_attention(
       >>> out[0, 0, 0].tolist()
       [3.0, 3.0, 3.0, 3.0]
     """
-    slots, at, readable = readable_slots(page_table, positions, cache_seqlens, page_size=page_size, window=window)
+    slots, at, readable = readable_slots(
+        page_table, positions, cache_seqlens, page_size=page_size, window=window, causal=causal
+    )
     rows = kv(slots) if callable(kv) else _read_array(kv, slots)
     return attend_rows(q, *rows, positions, at, readable, window=window, causal=causal, scale=scale)
 

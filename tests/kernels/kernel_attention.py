@@ -4,20 +4,19 @@ K and V of a problem are kept twice: token by token in float64, for the oracle, 
 poison. The buffer is written by flat offsets in elements, which share nothing with the rows and cells of a `RowPlace`.
 """
 
-import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import quick_compile
 
 from pallas_kernels import PagedRows, RowPlace, paged_attention, paged_kernel
+from pallas_kernels.paged_plan import SIZES, Plan
 
 # Contexts of a hundred keys then have several parts of several blocks, and eight queries several tiles.
-SMALL = {"LEAST_KEYS": 32, "MOST_KEYS": 2**30, "PROGRAMS": 2**20, "BLOCK_BYTES": 1, "TILE": 16, "CHUNK": 2}
+SMALL = SIZES._replace(waves=(10**4, 10**4), least_keys=32, most_keys=2**30, block_bytes=1, tile=16, chunk=2)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}  # relative, in the 2-norm of a row of a head
 
 
@@ -160,38 +159,38 @@ def attention(call: Problem):
     return out
 
 
-def plan_of(call: Problem) -> paged_kernel.Plan:
+def plan_of(call: Problem, sizes=SIZES) -> Plan:
     B, D, H, _ = call.q.shape
-    return paged_kernel.Plan(B=B, D=D, H=H, P=call.table.shape[1], rows=call.place, **call.settings)
-
-
-@contextlib.contextmanager
-def constants(sizes):
-    """The kernel's constants, changed. They are no part of what jax knows a program by: use a function of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, size in sizes:
-            patch.setattr(paged_kernel, name, size)
-        yield
+    return Plan(
+        B=B,
+        D=D,
+        H=H,
+        P=call.table.shape[1],
+        by_slot=False,
+        rows=call.place,
+        dtype=call.q.dtype.name,
+        sizes=sizes,
+        **call.settings,
+    )
 
 
 @functools.cache
-def compiled(plan, executor, sizes):
-    """f(q, rows, table, positions, lengths) of an executor, with constants of its own unless `sizes` is empty."""
+def compiled(plan, executor):
+    """f(q, rows, table, positions, lengths) of an executor: the public function, unless the sizes are others."""
 
     def own(*arguments):
-        with constants(sizes):
-            return paged_kernel.attend(plan, *arguments, interpret=executor == "interpret")
+        return paged_kernel.attend(plan, *arguments, interpret=executor == "interpret")
 
     def public(*arguments):
         settings = {"window": plan.window, "causal": plan.causal, "scale": plan.scale}
         return paged_attention(*arguments, **settings, backend=executor)
 
-    call = own if sizes and executor in ("interpret", "triton") else public
+    call = own if plan.sizes != SIZES and executor in ("interpret", "triton") else public
     return jax.jit(call, compiler_options=quick_compile.options())
 
 
 def run(call: Problem, executor, sizes=SMALL):
-    out = compiled(plan_of(call), executor, tuple(sizes.items()))(*call.arguments)
+    out = compiled(plan_of(call, sizes), executor)(*call.arguments)
     assert out.dtype == call.q.dtype
     return np.asarray(out)
 
