@@ -159,7 +159,7 @@ class TopIds:
         return lanes.loop(np.int32(0), np.int32(32), bit, np.int32(DEAD))
 
     def _put(self, lanes: Lanes, row, ids, rank, edge, room, above, equal, outs: tuple):
-        """Writes the chosen ids of a block; `above` and `equal` count the ranks of earlier blocks, and after it, all."""
+        """Writes the chosen ids of a block; `above` and `equal` count the ranks of earlier blocks; its own are added."""
         # Both counts in one sum: a block has at most BLOCK of each.
         marks = lanes.where(rank > edge, np.int32(1), lanes.where(rank == edge, np.int32(1 << 16), np.int32(0)))
         before = lanes.prefix_sum(marks)
