@@ -32,6 +32,7 @@ TILE = 128  # pools a program
 LEAST = 16  # of each side of a tile that is multiplied
 WARPS = 4  # of a program
 WORD = 4  # bytes of a scale
+IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
 @functools.partial(
@@ -43,8 +44,8 @@ WORD = 4  # bytes of a scale
 class PagedIndex:
     """Where the index keys of a layer lie: of each page its pools' keys, then their scales, without gaps.
 
-    They start at the beginning of a row of the buffer. Either all of a page's are in that row, or a row is so short that
-    keys are whole rows.
+    They start at the beginning of a row of the buffer. Either all of a page's are in that row, or rows are so short
+    that keys are whole ones.
 
     buffer      unsigned integers [rows, cells], the bytes of which are what is stored
     page_rows   rows from one page to the next (static)
@@ -94,18 +95,28 @@ class PagedIndex:
 
     def read(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All keys of int32[B, P] pages, float8_e4m3fn[B, n, X], and their scales, float32[B, n], n = P * pools."""
-        size = self.pools * (self.width + WORD) // self.packed
-        row, column = self.cell(pages[..., None], jnp.arange(size, dtype=jnp.int32))
-        cells = self.buffer.at[row, column].get(mode="promise_in_bounds")
+        columns = self.buffer.shape[1]
+        count = 1 if self.one_row else -(-self.pools * (self.width + WORD) // (columns * self.packed))
+        # One gather of whole windows: nothing slices or converts the buffer, which may be a whole pool.
+        batch = pages.ndim
+        dimensions = lax.GatherDimensionNumbers(
+            offset_dims=(batch, batch + 1), collapsed_slice_dims=(), start_index_map=(0,)
+        )
+        start = (pages * self.page_rows + self.first_row)[..., None]
+        cells = lax.gather(self.buffer, start, dimensions, (count, columns), mode=IN_BOUNDS)
+        cells = cells.reshape(*pages.shape, count * columns)[..., : self.pools * (self.width + WORD) // self.packed]
         shape, end = (pages.shape[0], pages.shape[1] * self.pools), self.pools * self.key_cells
-        parts = cells[..., :end].reshape(*shape, self.key_cells), cells[..., end:].reshape(*shape, WORD // self.packed)
-        return _bits_as(parts[0], jnp.float8_e4m3fn), _bits_as(parts[1], jnp.float32)[..., 0]
+        keys, scales = cells[..., :end], cells[..., end:]
+        keys = _bits_as(keys.reshape(*shape, self.key_cells), jnp.float8_e4m3fn)
+        return keys, _bits_as(scales.reshape(*shape, WORD // self.packed), jnp.float32)[..., 0]
 
     def check(self) -> None:
         """Raises ValueError where the numbers do not describe such a buffer."""
         unsigned = jnp.issubdtype(getattr(self.buffer, "dtype", jnp.float32), jnp.unsignedinteger)
         if not unsigned or self.buffer.ndim != 2 or self.packed > WORD:
-            raise ValueError(f"index.buffer is {describe(self.buffer)}: it must be uint8, uint16 or uint32[rows, cells]")
+            raise ValueError(
+                f"index.buffer is {describe(self.buffer)}: it must be uint8, uint16 or uint32[rows, cells]"
+            )
         for name in ("pools", "width"):
             number = getattr(self, name)
             if number < 1 or number & (number - 1):
@@ -121,10 +132,10 @@ class PagedIndex:
 def _bits_as(cells: jax.Array, dtype) -> jax.Array:
     """The bits of [..., n] as elements of another dtype, [..., m]."""
     wide, narrow = jnp.dtype(dtype).itemsize, cells.dtype.itemsize
+    count = cells.shape[-1] * narrow // wide
     if wide > narrow:
-        cells = cells.reshape(*cells.shape[:-1], -1, wide // narrow)
-    bits = lax.bitcast_convert_type(cells, dtype)
-    return bits.reshape(*bits.shape[:-2], -1) if wide < narrow else bits
+        cells = cells.reshape(*cells.shape[:-1], count, wide // narrow)
+    return lax.bitcast_convert_type(cells, dtype).reshape(*cells.shape[: -1 - (wide > narrow)], count)
 
 
 def pool_scores(
@@ -166,12 +177,20 @@ def pool_scores(
     """
     backends.check(backend)
     index.check()
-    B, D, H, X = _shape(query, jnp.float8_e4m3fn, "query", ("B", "D", "H", index.width))
+    B, D, H, _ = _shape(query, jnp.float8_e4m3fn, "query", ("B", "D", "H", index.width))
     _shape(weights, jnp.float32, "weights", (B, D, H))
     _, P = _shape(page_table, jnp.int32, "page_table", (B, "P"))
     _shape(pool_lens, jnp.int32, "pool_lens", (B, D))
     if 0 in (B, D, H, P, index.buffer.size):
         return jnp.zeros((B, D, P * index.pools), jnp.float32)
+    # Pallas indexes an array of up to 4 GiB by 32 bits, which Triton reads as signed.
+    if index.packed == 1 and 2**31 < index.buffer.size <= 2**32 and backend in (None, "triton"):
+        if backend == "triton":
+            raise ValueError(
+                f"index.buffer is {describe(index.buffer)} of more than 2^31 bytes, which Triton cannot index: "
+                "use wider elements, or leave backend out"
+            )
+        backend = "reference"
     return dispatch("pool_scores", backend, _kernel, _reference, (query, weights, index, page_table, pool_lens))
 
 
@@ -204,8 +223,8 @@ def _power(count: int) -> int:
 
 
 def _kernel(query, weights, index: PagedIndex, page_table, pool_lens, *, interpret: bool):
-    B, D, H, X = query.shape
-    P, n = page_table.shape[1], page_table.shape[1] * index.pools
+    B, D, H, _ = query.shape
+    n = page_table.shape[1] * index.pools
     heads, cells, chunks = _power(H), _power(index.chunk), index.key_cells // index.chunk
     parts = chunks * index.packed
     # [B, D, part, cell, head]: a chunk of a key, and in it one byte of each cell, make a part.

@@ -26,7 +26,7 @@ from pallas_kernels.views import Array, Section
 BLOCK = 4096  # most scores that are looked at together; fewer where vectors with prefix sums are shorter
 HELD = 8  # most blocks that stay in registers, 64 registers a thread
 TURN = 4  # blocks that a longer row reads between two looks at a loop's end
-MOST = 2**15 - 1  # largest budget: two counts up to it go into one int32
+MOST = 2**15 - 1  # largest budget of a kernel: two counts up to it go into one int32
 DEAD = -(2**31)  # the rank of a score that is not there; no number's, and not NaN's
 
 
@@ -39,7 +39,7 @@ def top_ids(scores: jax.Array, lens: Array, *, budget: int, backend: str | None 
     Args:
       scores: float32[N, n].
       lens: int[N]; more than n counts as n, less than 0 as 0.
-      budget: most ids a row, at most 32767 (static).
+      budget: most ids a row (static); the kernels take up to 32767, more are left to the reference.
       backend: as in decode_metadata.
 
     Returns:
@@ -56,8 +56,10 @@ def top_ids(scores: jax.Array, lens: Array, *, budget: int, backend: str | None 
     backends.check(backend)
     if getattr(scores, "ndim", None) != 2 or scores.dtype != jnp.float32:
         raise ValueError(f"scores is {describe(scores)}: it must be float32[rows, scores]")
-    if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MOST:
-        raise ValueError(f"budget={budget!r}: it must be a Python integer from 0 to {MOST}")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise ValueError(f"budget={budget!r}: it must be a Python integer >= 0")
+    if budget > MOST and backend not in (None, "reference"):
+        raise ValueError(f"budget={budget}: backend={backend!r} takes up to {MOST}; leave backend out")
     rows, count = scores.shape
     inputs = Inputs()
     place = inputs.add("lens", lens, 1, rows)
@@ -76,12 +78,15 @@ class TopIds:
     lens: Section
     labels = ("lens", "scores")
     name = "top_ids"
-    reference_is_faster = False
     warps = 16  # of a program: a row's ranks take the registers of all
 
     @property
     def programs(self) -> int:
-        return self.rows
+        return self.rows if self.budget else 0
+
+    @property
+    def reference_is_faster(self) -> bool:
+        return self.budget > MOST  # the kernel could not run at all
 
     def body(self, lanes: Lanes, program, ins: tuple, outs: tuple) -> None:
         live = lanes.minimum(self.lens.load(lanes, ins, (program,)), np.int32(self.count))
@@ -159,7 +164,7 @@ class TopIds:
         return lanes.loop(np.int32(0), np.int32(32), bit, np.int32(DEAD))
 
     def _put(self, lanes: Lanes, row, ids, rank, edge, room, above, equal, outs: tuple):
-        """Writes the chosen ids of a block; `above` and `equal` count the ranks of earlier blocks; its own are added."""
+        """Writes the chosen ids of a block. `above` and `equal` count earlier ranks; those returned, its own too."""
         # Both counts in one sum: a block has at most BLOCK of each.
         marks = lanes.where(rank > edge, np.int32(1), lanes.where(rank == edge, np.int32(1 << 16), np.int32(0)))
         before = lanes.prefix_sum(marks)
