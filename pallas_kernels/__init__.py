@@ -16,14 +16,16 @@
     kpool_write_plan        where the keys of pools that a forward closes go
     kpool_append_tail       the tokens behind a row's last closed pool, put behind those of its selected pools
     kpool_ragged_layout     the index pages of a prefill side by side, and the pools that each query row sees
+    top_ids                 the ids of the best scores of each row
+    pool_scores             scores of pooled keys, read page by page
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
     paged_attention         D query rows a request over the pages of its context, read where they lie
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
-them when they are donated. Each kernel is written once in the language of lanes.py; `backend` says who runs it. This
-package knows nothing of jaxspec.
+them when they are donated. Each kernel is written once in the language of lanes.py, or in Pallas Triton where it
+multiplies tiles (dispatch.py); `backend` says who runs it. This package knows nothing of jaxspec.
 """
 
 from pallas_kernels.backend import BACKENDS, KERNELS, BackendChoice, explain_backends
@@ -47,8 +49,10 @@ from pallas_kernels.kv_read import kv_read_stream, kv_read_table
 from pallas_kernels.page_zero import page_zero
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_rows import PagedRows, RowPlace
+from pallas_kernels.pool_scores import PagedIndex, pool_scores
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
+from pallas_kernels.top_ids import top_ids
 from pallas_kernels.views import View
 from pallas_kernels.window import draft_write_window
 
@@ -63,6 +67,7 @@ __all__ = [
     "KernelFault",
     "MetadataLayout",
     "PackedMetadata",
+    "PagedIndex",
     "PagedRows",
     "RaggedLayout",
     "RowPlace",
@@ -88,6 +93,8 @@ __all__ = [
     "kv_read_table",
     "page_zero",
     "paged_attention",
+    "pool_scores",
     "replay_state_indices",
     "state_scatter",
+    "top_ids",
 ]

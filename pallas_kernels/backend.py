@@ -32,7 +32,10 @@ KERNELS = (
     "kpool_write_plan",
     "kpool_append_tail",
     "kpool_ragged_layout",
+    "top_ids",
+    "pool_scores",
 )
+TILED = ("paged_attention", "pool_scores")  # those of tiles, which `dispatch` runs: Triton or the reference
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 
@@ -154,7 +157,8 @@ def explain_backends() -> list[BackendChoice]:
     backend, reason = _fastest(capability)
     said = {kernel for kernel in _MEASURED if backend == "triton" or kernel in _LEFT_TO_XLA}
     measured = {kernel: f"; {_MEASURED[kernel]}" if kernel in said else "" for kernel in KERNELS}
-    chosen = {kernel: "reference" if kernel in _LEFT_TO_XLA else backend for kernel in KERNELS}
+    left = (*_LEFT_TO_XLA, *(TILED if backend != "triton" else ()))
+    chosen = {kernel: "reference" if kernel in left else backend for kernel in KERNELS}
     return [BackendChoice(kernel, chosen[kernel], reason + measured[kernel]) for kernel in KERNELS]
 
 

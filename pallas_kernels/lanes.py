@@ -66,6 +66,8 @@ class Operation(Protocol):
     programs    programs of the launch; 0 leaves the work to the reference
     labels      name of each input, for error messages
     reference_is_faster    whether the reference was measured to be faster than the kernel at this call's shape
+
+    An operation may also have `warps`, those of a program, where the executor has a choice.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Lanes(abc.ABC):
     """The language. What all executors that trace with jax share stands here."""
 
     least = 32  # lanes of the smallest vector: a warp
+    longest = 4096  # lanes of the longest vector that has prefix sums
 
     def width(self, count: int, most: int) -> int:
         """Lanes for `count` items: the next power of two, at most `most` (itself one), but no less than one warp."""

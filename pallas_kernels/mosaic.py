@@ -38,6 +38,7 @@ class MosaicLanes(Lanes):
     cells: Any
 
     least = THREADS
+    longest = LONGEST
 
     def iota(self, count):
         return _plgpu().layout_cast(lax.iota(jnp.int32, count), _layout(count))

@@ -12,7 +12,7 @@ try:
 except ImportError:  # deprecated since jax 0.11: a later one may have dropped it
     pltriton = None
 
-WARPS = 4  # of each program; the best of 1 to 8 for every shape measured on an H200
+WARPS = 4  # of each program that says nothing else; the best of 1 to 8 for every shape of metadata on an H200
 
 
 class TritonLanes(Lanes):
@@ -63,7 +63,7 @@ def launch(operation: Operation, inputs: tuple, outputs: tuple, *, interpret: bo
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[len(inputs) :]],
         input_output_aliases={len(inputs) + i: i for i in range(len(outputs))},
         # Always passed: without them jax 0.10 would lower through Mosaic GPU instead.
-        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=getattr(operation, "warps", WARPS), num_stages=1),
         interpret=interpret,
     )(*operands)
     return tuple(from_bits(x, out.dtype) for x, out in zip(results, outputs, strict=True))

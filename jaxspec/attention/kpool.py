@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.attention.pooling import IndexRows, compress, quantize_query
-from jaxspec.attention.selection import expand_pools, pool_scores, select_pools, selected_attention
+from jaxspec.attention.selection import expand_pools, selected_attention
 from jaxspec.cache import KPoolSpec, KVCache, PoolCache
 from jaxspec.cache.pages import read_first
 from jaxspec.metadata import KPoolMetadata
 from jaxspec.metadata.ids import unmarked
-from pallas_kernels import PagedRows, paged_attention
+from pallas_kernels import PagedRows, paged_attention, pool_scores, top_ids
 from pallas_kernels.dispatch import dispatch, supported
 
 Array = jax.Array
@@ -94,15 +94,16 @@ def attend_pooled(
     cache = close_pools(cache, layer, index, metadata)
 
     queries, factors = quantize_query(index.query)
-    keys, scales = cache.read_index(layer, table)
-    weights = index.weight * factors * spec.index_dim**-0.5
-    scores = pool_scores(queries, weights, keys, scales)
+    weights = (index.weight * factors * spec.index_dim**-0.5).astype(jnp.float32)
     visible, closed = (lengths.reshape(B, D) for lengths in (kpool.seqlens_expanded, kpool.pool_seqlens))
-    chosen = select_pools(scores, closed, kpool.topk // kpool.pool)
-    tokens, count = expand_pools(chosen, visible, kpool.pool)
+    backend = metadata.backend
+    scores = pool_scores(queries, weights, cache.index_pages(layer), table, closed, backend=supported(backend))
+    scores = scores.reshape(B * D, scores.shape[-1])
+    chosen = top_ids(scores, kpool.pool_seqlens, budget=kpool.topk // kpool.pool, backend=backend)
+    tokens, count = expand_pools(chosen.reshape(B, D, -1), visible, kpool.pool)
     slots = slots_of(tokens, table, cache.page_size)
     attended = kpool.dsa_cache_seqlens.reshape(B, D)
-    out = attend_selected(cache, layer, q, slots, attended, scale=scale, backend=metadata.backend)
+    out = attend_selected(cache, layer, q, slots, attended, scale=scale, backend=backend)
     return out, cache, Selection(tokens, count)
 
 

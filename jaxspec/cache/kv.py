@@ -11,8 +11,8 @@ A layer with compressed keys (`KPoolSpec`) has an index key for each few tokens:
 those of a page are addressed like its slots. Its ring is addressed like a state.
 
 Two views with one interface, `write` and `read`, `write_state`, `read_state` and `commit_state`, `write_index`,
-`read_index`, `write_tail` and `read_tail`: `KVCache` keeps an array a layer, `PoolCache` all of them in one pool. In
-both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
+`read_index`, `index_pages`, `write_tail` and `read_tail`: `KVCache` keeps an array a layer, `PoolCache` all of them in
+one pool. In both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
 
 Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
 stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.
@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxspec.cache.layers import ACCUMULATED, KPoolSpec, LayerSpec, StatePart, StateSpec, check_pools
 from jaxspec.cache.layout import PoolLayout
-from pallas_kernels import PagedRows, RowPlace, View, state_scatter
+from pallas_kernels import PagedIndex, PagedRows, RowPlace, View, state_scatter
 
 Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -117,14 +117,6 @@ def _put_words(buffer: Array, row: Array, column: Array, words: Array) -> Array:
     )
     index = jnp.stack(jnp.broadcast_arrays(row, column), axis=-1)
     return lax.scatter(buffer, index, words, dimensions, mode=IN_BOUNDS)
-
-
-def _split_index(spec: KPoolSpec, pages: Array, pools: int) -> tuple[Array, Array]:
-    """Keys [B, P * pools, X] and scales [B, P * pools] of index pages, [B, P, elements] in the storage dtype."""
-    shape, size = (pages.shape[0], pages.shape[1] * pools), pages.dtype.itemsize
-    ends = pools * spec.index_dim // size, pools * (spec.index_dim + WORD) // size
-    keys = _bits_as(pages[..., : ends[0]], jnp.float8_e4m3fn).reshape(*shape, spec.index_dim)
-    return keys, _bits_as(pages[..., ends[0] : ends[1]], jnp.float32).reshape(shape)
 
 
 class KPoolBuffers(NamedTuple):
@@ -248,9 +240,12 @@ class KVCache:
     def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
         """Index keys of one layer: int32[B, P] physical pages give all theirs in their order, float8_e4m3fn[B, n, X],
         and their scales, float32[B, n], n = P * page_size // pool."""
+        return self.index_pages(layer).read(pages)
+
+    def index_pages(self, layer: int) -> PagedIndex:
+        """Where the index keys of one layer lie, for kernels that read them page by page."""
         spec = _pooled(self.layers, layer)
-        found = self.buffers[layer].index.at[pages].get(mode=IN_BOUNDS)
-        return _split_index(spec, found, self.page_size // spec.pool)
+        return PagedIndex(self.buffers[layer].index, 1, 0, self.page_size // spec.pool, spec.index_dim)
 
     def write_tail(self, layer: int, slots: Array, columns: Array, rows: Array) -> "KVCache":
         """Stores rows of one layer's rings.
@@ -395,10 +390,13 @@ class PoolCache:
 
     def read_index(self, layer: int, pages: Array) -> tuple[Array, Array]:
         """Index keys of one layer; see `KVCache.read_index`."""
+        return self.index_pages(layer).read(pages)
+
+    def index_pages(self, layer: int) -> PagedIndex:
+        """Where the index keys of one layer lie; see `KVCache.index_pages`."""
         spec, layout = _pooled(self.layers, layer), self.layout
-        row = layout.index_row(layer, self.lanes == "draft")
-        found = self._get((pages * layout.page_units("full") + row.start)[..., None], row.units)
-        return _split_index(spec, found, self.page_size // spec.pool)
+        start = layout.index_row(layer, self.lanes == "draft").start
+        return PagedIndex(self.buffer, layout.page_units("full"), start, self.page_size // spec.pool, spec.index_dim)
 
     def write_tail(self, layer: int, slots: Array, columns: Array, rows: Array) -> "PoolCache":
         """Stores rows of one layer's rings; see `KVCache.write_tail`."""
