@@ -68,6 +68,7 @@ def test_a_dense_round(capsys, folder, words, expected):
     assert sums(arm) == expected
     assert arm["traced"]["metadata_a_round"] == sum(expected.values()) - expected["prefill chunk"]
     assert arm["traced"]["metadata"]["verify"] == {"forward_metadata": 1}
+    assert arm["traced"]["attention"]["verify"]["paged_attention"] == tiny_models.CONFIG.num_hidden_layers
     assert arm["traced"]["open_loops"] == 0
 
 
@@ -132,7 +133,7 @@ def test_every_embedded_target_is_counted_by_default(capsys, monkeypatch, folder
     load = launches.load_model
     monkeypatch.setattr(launches, "load_model", lambda name, dtype: load(folder / name, dtype))
     nothing = {phase: {} for phase in launches.PHASES}
-    monkeypatch.setattr(launches, "trace", lambda arm: {"metadata": nothing, "other_kernels": nothing, "open_loops": 0})
+    monkeypatch.setattr(launches, "trace", lambda arm: dict.fromkeys(launches.SIDES, nothing) | {"open_loops": 0})
     status, result, _ = run(capsys, *SIZES)
     assert status == 0
     arms = [(arm["model"], arm["drafter"], arm["metadata_path"]) for arm in result["arms"]]
@@ -148,7 +149,9 @@ def test_the_phases_make_the_round(folder):
         jax.make_jaxpr(f, static_argnums=0, return_shape=True)(arm.step, arm.params, state)
         for f in (launches.phased_round, run_round)
     ]
-    assert [launches.kernels(jaxpr.jaxpr)[0].total() for jaxpr, _ in both] == [1, 1]
+    counts = [launches.kernels(jaxpr.jaxpr)[0] for jaxpr, _ in both]
+    totals = [{name: n for (_, name), n in found.items()} for found in counts]
+    assert totals[0] == totals[1] and totals[0]["forward_metadata"] == 1 and totals[0]["paged_attention"] > 0
     (counted, shapes), (run, shapes_run) = both
     assert len(counted.jaxpr.eqns) == len(run.jaxpr.eqns)
     assert shapes == shapes_run

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.attention.paged import SCOPE
 from jaxspec.attention.pooling import IndexRows, compress, quantize_query
 from jaxspec.attention.selection import expand_pools, selected_attention
 from jaxspec.cache import KPoolSpec, KVCache, PoolCache
@@ -42,6 +43,7 @@ class Selection(NamedTuple):
     count: Array
 
 
+@jax.named_scope(SCOPE)
 def attend_pooled(
     cache: Cache,
     layer: int,
@@ -107,6 +109,7 @@ def attend_pooled(
     return out, cache, Selection(tokens, count)
 
 
+@jax.named_scope(SCOPE)
 def attend_selected(
     cache: Cache,
     layer: int,

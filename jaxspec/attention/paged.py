@@ -17,6 +17,7 @@ from pallas_kernels.paged_rows import attend_rows, readable_slots
 
 Array = jax.Array
 Cache = KVCache | PoolCache
+SCOPE = "attention"  # the name in traced and compiled programs of what attends
 Reader = Callable[[Array], tuple[Array, Array]]
 
 
@@ -74,6 +75,7 @@ def paged_attention(
     return attend_rows(q, *rows, positions, at, readable, window=window, causal=causal, scale=scale)
 
 
+@jax.named_scope(SCOPE)
 def attend_stored(
     cache: Cache,
     layer: int,

@@ -4,8 +4,9 @@
     compiled    everything that the compiled round starts, on the CUDA device that is there, or compiled for an H200
                 where the wheels of a CUDA plugin and a CUDA compiler are
 
-A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it. Ordinary metadata of a sparse model are
-mostly plain operations, which the traced count does not see and the compiled one does.
+A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it, and to the attention if
+`jaxspec.attention` does: one or two a layer, as the longest context has one part or more. Ordinary metadata of a sparse
+model are mostly plain operations, which the traced count does not see and the compiled one does.
 
 The phases are those of `jaxspec.steps.round`, with what prepares a round counted to the verify; a prompt's chunk is no
 part of a round. A loop of so many turns counts as often, one that ends when the data say so as one turn, and of several
@@ -20,10 +21,11 @@ from typing import Any
 import jax
 
 from jaxspec import InputError, Params, SpecConfig, embedded_names, init_state, load_model, make_spec_step
+from jaxspec.attention import paged as attention
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
 from jaxspec.config import MEMORIES
 from jaxspec.drafting.choose import DRAFTERS, fitting_drafters, make_drafter, page_size_for
-from jaxspec.metadata.build import SCOPE
+from jaxspec.metadata import build as metadata
 from jaxspec.models import Checkpoint
 from jaxspec.steps import SpecStep, StepOutput, commit, draft, extend, prefill, prepare, verify
 from jaxspec.steps.state import SpecState
@@ -35,6 +37,7 @@ SUMMARY = "Counts the kernels that a speculative round starts, those of its meta
 ROUND = ("draft", "verify", "extend", "commit")
 PREFILL = "prefill chunk"
 PHASES = (*ROUND, PREFILL)
+METADATA, ATTENTION, OTHERS = SIDES = ("metadata", "attention", "other_kernels")
 ORDINARY, FUSED = "ordinary", "fused"
 
 
@@ -175,23 +178,20 @@ def phased_prefill(spec: SpecStep, params: Params, state: SpecState):
 
 
 def trace(arm: Arm) -> dict[str, Any]:
-    """Pallas kernels by phase, {phase: {kernel: launches}}, of metadata and others; and open loops of the round."""
+    """Pallas kernels by phase, {phase: {kernel: launches}}, of metadata, attention and others; and open loops of the
+    round."""
     state = initial_state(arm.step)
-    metadata = {phase: collections.Counter() for phase in PHASES}
-    others = {phase: collections.Counter() for phase in PHASES}
+    sides = {side: {phase: collections.Counter() for phase in PHASES} for side in SIDES}
     open_loops = 0
     for function in (phased_round, phased_prefill):
         jaxpr = jax.make_jaxpr(function, static_argnums=0)(arm.step, arm.params, state)
         found, loops = kernels(jaxpr.jaxpr)
         open_loops += loops if function is phased_round else 0
         for (path, name), times in found.items():
-            side = metadata if SCOPE in path else others
-            side[path[0]][name] += times
-    return {
-        "metadata": {phase: dict(found) for phase, found in metadata.items()},
-        "other_kernels": {phase: dict(found) for phase, found in others.items()},
-        "open_loops": open_loops,
-    }
+            side = METADATA if metadata.SCOPE in path else ATTENTION if attention.SCOPE in path else OTHERS
+            sides[side][path[0]][name] += times
+    counts = {side: {phase: dict(found) for phase, found in phases.items()} for side, phases in sides.items()}
+    return {**counts, "open_loops": open_loops}
 
 
 def kernels(jaxpr, path: tuple[str, ...] = ()) -> tuple[collections.Counter, int]:
@@ -258,7 +258,7 @@ def compile_round(arm: Arm) -> dict[str, Any]:
         names = launch.name.split("/")
         phase = next((name for name in names if name in ROUND), "elsewhere")
         both["all"][phase] += launch.times
-        both["metadata"][phase] += launch.times * (SCOPE in names)
+        both["metadata"][phase] += launch.times * (metadata.SCOPE in names)
         kinds[launch.kind] += launch.times
     counts = {side: {phase: found[phase] for phase in (*ROUND, "elsewhere")} for side, found in both.items()}
     place = {
@@ -274,11 +274,12 @@ def compile_round(arm: Arm) -> dict[str, Any]:
 def report(arms: list[Arm], counts: list[dict[str, Any]], device: str | None) -> Report:
     """The tables, and all counts by kernel."""
     traced = [("metadata kernels, traced for CUDA", *ROUND, "a round", PREFILL)]
+    attending = [("attention kernels, traced for CUDA", *ROUND, "a round", PREFILL)]
     others = [("other Pallas kernels, traced for CUDA", *ROUND, "a round", PREFILL)]
     compiled = [(f"all launches, compiled for {device}", *ROUND, "elsewhere", "a round", "of metadata")]
     entries = []
     for arm, count in zip(arms, counts, strict=True):
-        for rows, side in ((traced, "metadata"), (others, "other_kernels")):
+        for rows, side in zip((traced, attending, others), SIDES, strict=True):
             sums = {phase: sum(found.values()) for phase, found in count["traced"][side].items()}
             whole = sum(sums[phase] for phase in ROUND)
             cells = (*(sums[phase] for phase in ROUND), whole, sums[PREFILL])
@@ -286,13 +287,13 @@ def report(arms: list[Arm], counts: list[dict[str, Any]], device: str | None) ->
             count["traced"][f"{side}_a_round"] = whole
         if "compiled" in count:
             found = count["compiled"]
-            whole, metadata = sum(found["all"].values()), sum(found["metadata"].values())
-            compiled.append((str(arm), *(str(n) for n in found["all"].values()), str(whole), str(metadata)))
-            found |= {"all_a_round": whole, "metadata_a_round": metadata}
+            whole, prepared = sum(found["all"].values()), sum(found["metadata"].values())
+            compiled.append((str(arm), *(str(n) for n in found["all"].values()), str(whole), str(prepared)))
+            found |= {"all_a_round": whole, "metadata_a_round": prepared}
         config = dataclasses.asdict(arm.step.config)
         names = {"model": arm.model, "drafter": arm.drafter, "metadata_path": arm.metadata}
         entries.append({**names, "config": config, **count})
-    tables = [traced, others, *([compiled] if device else []), [(line,) for line in notes(device)]]
+    tables = [traced, attending, others, *([compiled] if device else []), [(line,) for line in notes(device)]]
     basis = {"traced": "Pallas kernels, lowered for CUDA", "compiled": device}
     return Report(tables=tables, results={"arms": entries, "basis": basis, "notes": notes(device)}, failures=[])
 
@@ -301,7 +302,8 @@ def notes(device: str | None) -> list[str]:
     """What the numbers mean."""
     lines = [
         "Traced: Pallas kernels as a CUDA program holds them, no device asked; plain operations are not counted.",
-        "Metadata: launches that builders of jaxspec.metadata ask for. Verify: what prepares the round included.",
+        "Metadata: launches that builders of jaxspec.metadata ask for; attention: those of jaxspec.attention. Verify: "
+        "what prepares the round included.",
         "A loop counts its turns, or one turn where the data end it; of several branches the largest.",
     ]
     if device is None:
