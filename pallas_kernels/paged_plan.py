@@ -21,7 +21,8 @@ class Sizes(NamedTuple):
     scratch       float32 cells of all parts; 2**26 are 256 MB
     tile          most rows of a tile
     tile_bytes    most bytes of a tile's queries
-    block         most keys a block
+    block         most keys a block, and most where there is a window: its loop has masks, and more programs side by
+                  side hide what they cost
     block_bytes   most bytes of a block of K
     stages        blocks on their way at a time
     shared_bytes  of a program's queries and blocks: what a processor has for it
@@ -37,9 +38,9 @@ class Sizes(NamedTuple):
     scratch: int = 2**26
     tile: int = 64
     tile_bytes: int = 2**15
-    block: int = 128
+    block: tuple[int, int] = (128, 64)
     block_bytes: int = 2**15
-    stages: int = 2
+    stages: int = 3
     shared_bytes: int = 220_000
     few_parts: int = 8
     chunk: int = 32
@@ -123,7 +124,7 @@ class Plan:
     @property
     def block(self) -> int:
         """Keys a block."""
-        most = min(self.sizes.block, self.sizes.block_bytes // self._row_bytes)
+        most = min(self.sizes.block[self.window is not None], self.sizes.block_bytes // self._row_bytes)
         return min(max(most, LEAST), power(self.capacity))
 
     @property
@@ -135,8 +136,9 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        """Of a program: as many as keep its sums in registers."""
-        return 8 if self.tile * self.out > 64 * 128 else 4
+        """Of a program: as many as keep its sums in registers, of a small one with a window two."""
+        sums = self.tile * self.out
+        return 8 if sums > 64 * 128 else 2 if self.window is not None and sums <= 32 * 128 else 4
 
     @property
     def combine_warps(self) -> int:
