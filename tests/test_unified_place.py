@@ -204,8 +204,14 @@ def test_backends_are_equal_on_a_gpu(greedy, drafter, page):
     assert [r.token_ids for r in split] == [greedy(ids, NEW) for ids in prompts]
     for backend in ("triton", "mosaic", "reference"):
         spec, params = compiled_for_users(drafter, page, "unified", backend)
+        # The reference attends by other sums: log-probabilities differ in their last bits.
+        same = texts if backend == "reference" else list
         for seed in (None, 1):
-            assert run(spec, params, prompts, seed=seed) == split, (backend, seed)
+            assert same(run(spec, params, prompts, seed=seed)) == same(split), (backend, seed)
+
+
+def texts(results):
+    return [(r.token_ids, r.accepted_drafts, r.finish_reason) for r in results]
 
 
 @pytest.mark.gpu
