@@ -66,6 +66,12 @@ _MEASURED = {
     "state_scatter": "1.7 to 7.1 us a call on an H200 (64 KB each of 1 to 256 requests), the reference 5.5 to 1804",
     "forward_metadata": "1.1 to 1.9 us a step on an H200 (FULL and SWA pages), XLA's fusion of the reference 5.2 to "
     "6.1",
+    # benchmarks/h200/attention.json: medians of ten calls of a loop, less one without attention.
+    "paged_attention": "260 us a call on an H200 (8 requests of 32,768 keys, one row each, bfloat16), XLA's gather "
+    "839; 15 (1,024 keys each), XLA's gather 38",
+    # 20 calls in one command buffer.
+    "top_ids": "11.9 to 50.6 us a call on an H200 (8 to 128 rows of 2,048 to 32,768 scores, budget 512), lax.top_k and "
+    "a sort 26.6 to 282.4; 45.2 against 282.4 for 96 rows of 32,768, 50.6 against 82.7 for 8",
     "page_zero": "2.2 us a call on an H200 (3 pages of each of two kinds), the reference 63; 2.1 when there is nothing "
     "to do, the reference less than 0.1",
 }

@@ -52,12 +52,77 @@ def peer(row, *parts):
     return [shape(row["shape"]), *two(*cells), *(f"{ratio:.3f}" for ratio in ratios)]
 
 
-def tables():
+def attention(row):
+    """Microseconds over the floor of the kernel and of XLA, if it was timed, and what follows from them."""
+    mine, other = over_floor(row, "kernel"), over_floor(row, "xla")
+    cells = ["-", "-"] if other is None else [f"{other:.1f}", f"{mine / other:.3f}"]
+    numbers = [f"{mine:.1f}", cells[0], f"{of_copy(row):.3f}", cells[1], f"{row['errors']['kernel']:.4f}"]
+    return [request(row), str(row["D"]), f"{row['live_tokens']:,}", *numbers]
+
+
+def request(row):
+    return f"{row['B']},{row['context']}{',ragged' if row['ragged'] else ''}"
+
+
+def over_floor(row, arm):
+    arms = row["arms"]
+    return median(arms[arm]["us"]) - median(arms["floor"]["us"]) if arm in arms else None
+
+
+def of_copy(row):
+    copied = median(read("attention.json")["copy"]["all_gb_per_s"]) * 1e3  # bytes a microsecond
+    return row["live_bytes"] / copied / over_floor(row, "kernel")
+
+
+def over_xla(row):
+    return over_floor(row, "kernel") / over_floor(row, "xla")
+
+
+def many(rows):
+    return [row for row in rows if row["live_tokens"] >= 1 << 18]
+
+
+def growth(rows):
+    """How much longer D = 8 takes than D = 1, by the row of D = 8."""
+    few = {(request(row), row["window"]): over_floor(row, "kernel") for row in rows if row["D"] == 1}
+    pairs = [(row, few[request(row), row["window"]]) for row in rows if row["D"] == 8]
+    return [(over_floor(row, "kernel") / one, row) for row, one in pairs]
+
+
+def attention_goals():
+    """The goals as the file names them, with what its samples say."""
+    found = read("attention.json")
+    rows, goals = found["rows"], found["goals"]
+    long = [row for row in rows if row["window"] is None and row["context"] >= 32768]
+    worst = [min(((of_copy(row), row) for row in many(rows)), key=by_number)]
+    worst += [max(((over_xla(row), row) for row in rows if "xla" in row["arms"]), key=by_number)]
+    worst += [max(growth(long), key=by_number)]
+    worst += [max(((row["errors"]["kernel"], row) for row in rows), key=by_number)]
+    cells = []
+    for goal, (number, row) in zip(goals, worst, strict=True):
+        met = number >= goal["limit"] if goal["bound"] == "at least" else number <= goal["limit"]
+        at = f"{request(row)} D={row['D']} window {row['window'] or 'none'}"
+        shown = f"{number:.4f}" if goal["limit"] < 0.1 else f"{number:.3f}"
+        cells.append([goal["goal"], f"{goal['bound']} {goal['limit']:g}", shown, at, "met" if met else "missed"])
+    return cells
+
+
+def by_number(pair):
+    return pair[0]
+
+
+def blocks():
+    """All tables, cell by cell."""
     """The bodies of the tables of numbers, cell by cell."""
     for block in re.split(r"\n(?!\|)", (ROOT / "BENCHMARKS.md").read_text()):
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
-        if len(rows) > 2 and re.fullmatch(r"[\d,]+", rows[2][0]):
-            yield rows[2:]
+        if len(rows) > 2:
+            yield rows
+
+
+def tables():
+    """The bodies of the tables of numbers."""
+    return [rows[2:] for rows in blocks() if re.fullmatch(r"[\d,]+", rows[2][0])]
 
 
 def expected():
@@ -68,11 +133,51 @@ def expected():
     yield [width(row) for row in found["widths"]]
     yield [peer(row, "window", "tables", "state") for row in peers if row["work"] == "step"]
     yield [peer(row) for row in peers if row["work"] == "kpool"]
+    rows = read("attention.json")["rows"]
+    for window in (None, 1024):
+        yield [attention(row) for row in rows if row["window"] == window]
 
 
 @pytest.mark.parametrize(("shown", "found"), [*zip(tables(), expected(), strict=True)])
 def test_a_table_says_what_its_file_says(shown, found):
     assert shown == found
+
+
+def test_the_goals_of_attention_are_those_of_its_file():
+    (shown,) = [rows[2:] for rows in blocks() if rows[0][0] == "goal"]
+    assert shown == attention_goals()
+    assert [row[-1] == "met" for row in shown] == [goal["met"] for goal in read("attention.json")["goals"]]
+
+
+def test_sentences_about_attention_say_what_its_file_says():
+    rows = read("attention.json")["rows"]
+    shares, timed = [of_copy(row) for row in many(rows)], [row for row in rows if "xla" in row["arms"]]
+    faster = [1 / over_xla(row) for row in timed]
+    among, even = ([1 / over_xla(row) for row in some] for some in (many(timed), [r for r in timed if not r["ragged"]]))
+    copied = median(read("attention.json")["copy"]["all_gb_per_s"])
+    windows = [ratio for ratio, _ in growth([row for row in rows if row["window"]])]
+    spread = max((max(us) - min(us)) / median(us) for us in (row["arms"]["kernel"]["us"] for row in rows))
+    xla = [row["errors"]["xla"] for row in timed]
+    fewest = min(map(of_copy, rows))
+    (at,) = [row["live_tokens"] for row in rows if of_copy(row) == fewest and row["context"] == 32768]
+    said = [
+        f"{copied:,.0f} GB/s",
+        f"was {min(xla):.4f} to {max(xla):.4f}",
+        f"largest is {max(map(of_copy, rows)) * copied:,.0f} GB/s",
+        f"For {at:,} tokens the share is {fewest:.2f}",
+        f"so that {max(faster):.1f} times as fast, the most, is partly this; of equal lengths it is {max(even):.1f}",
+        f"eight rows take {min(windows):.2f} to {max(windows):.2f} times",
+        f"by up to {spread:.0%}".replace("%", " %"),
+    ]
+    text = " ".join((ROOT / "BENCHMARKS.md").read_text().split())
+    assert [sentence for sentence in said if sentence not in text] == []
+    said = [
+        f"{min(shares):.2f} to {max(shares):.2f} times the bandwidth of a copy",
+        f"{min(among):.1f} to {max(among):.1f} times as fast as XLA's gather",
+        f"{min(faster):.1f} to {max(faster):.1f} over all shapes",
+    ]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert [sentence for sentence in said if sentence not in text] == []
 
 
 def test_the_files_say_where_they_come_from():
