@@ -11,8 +11,8 @@ cuda_async, whose buffers memcheck knows to the byte, and not with platform. `--
 vector past the end of its buffer instead. NAMEs are the first letters of the calls that are run;
 without any, all are that the backend runs.
 
-Calls of kernels with products are prepared so that their last live cell ends the buffer, and ids of pages that nobody
-sees are wild.
+Buffers of calls of kernels with products end with the last live key or page, and ids of pages that nobody sees are
+wild.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from pallas_kernels import paged_attention, paged_kernel, pool_scores, top_ids
 from pallas_kernels.dispatch import LANES_ONLY
 from pallas_kernels.paged_plan import SIZES
 
-WILD = 2**30, 2**30 + 99_999  # pages; the first times 4 rows a page is row 0 in 32 bits, the second never is near it
+WILD = 2**30, 2**30 + 99_999  # pages; of 4 rows the first starts at row 0 in 32 bits, the second far outside
 
 
 @dataclasses.dataclass(frozen=True)
