@@ -3,22 +3,36 @@
     XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async compute-sanitizer --tool memcheck --error-exitcode 99 \
         python sanitized.py triton
 
+with the repository and its tests/ on PYTHONPATH.
+
 XLA's own allocator hands out parts of one large allocation, in which an overrun stays unseen. The platform allocator of
 jax 0.11 maps whole pages of 2 MB, whose unused end hides one as well: an overrun by 512 bytes was reported with
 cuda_async, whose buffers memcheck knows to the byte, and not with platform. `--planted` runs a kernel that stores one
 vector past the end of its buffer instead. NAMEs are the first letters of the calls that are run;
-without any, all are.
+without any, all are that the backend runs.
+
+Buffers of calls of kernels with products end with the last live key or page, and ids of pages that nobody sees are
+wild.
 """
 
 import dataclasses
+import functools
 import sys
 
 import jax
 import jax.numpy as jnp
+import kernel_attention as attention
 import kernel_calls
 import numpy as np
+import test_pool_scores
+import test_top_ids
 
 from pallas_kernels import backend as backends
+from pallas_kernels import paged_attention, paged_kernel, pool_scores, top_ids
+from pallas_kernels.dispatch import LANES_ONLY
+from pallas_kernels.paged_plan import SIZES
+
+WILD = 2**30, 2**30 + 99_999  # pages; of 4 rows the first starts at row 0 in 32 bits, the second far outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +53,117 @@ class Overrun:
         return outputs
 
 
+def snug(call: attention.Problem) -> attention.Problem:
+    """The same call; the page of the last request's last key is the last one, and the buffer ends with that key."""
+    place, last = call.place, int(call.lengths[-1]) - 1
+    pages = 1 + call.table.size
+    order = np.arange(pages)
+    swapped = call.table[-1, last // place.page_size], pages - 1
+    order[list(swapped)] = swapped[::-1]
+    known = (call.table >= 0) & (call.table < pages)
+    table = np.where(known, order[np.where(known, call.table, 0)], call.table)
+    each = call.buffer[: pages * place.page_rows].reshape(pages, place.page_rows, -1)[order]
+    end = (pages - 1) * place.page_rows + last % place.page_size * place.entry_rows
+    end += -(-place.end // call.buffer.shape[1])
+    buffer = each.reshape(-1, call.buffer.shape[1])[:end]
+    return dataclasses.replace(call, buffer=buffer, table=table.astype(np.int32))
+
+
+def attend(backend, lengths, D, *, parts, sizes=SIZES, slots=False, **settings):
+    """The kernel's launches one by one, so that what parts leave to the second one lies in buffers of its own."""
+    call = snug(attention.problem(np.random.default_rng(0), lengths, D, wild=WILD, **settings))
+    plan = attention.plan_of(call, sizes)
+    if slots:
+        page_size = call.place.page_size
+        table = np.where(call.table >= 2**30, 2**30, call.table * page_size)[..., None] + np.arange(page_size)
+        call = dataclasses.replace(call, table=table.reshape(len(table), -1).astype(np.int32))
+        plan = dataclasses.replace(plan, by_slot=True, P=call.table.shape[1])
+    assert (plan.parts > 1) == parts, plan.parts
+    granularity = "token" if slots else "page"
+    expected = paged_attention(*call.arguments, **call.settings, granularity=granularity, backend="reference")
+    actual = paged_kernel.attend(plan, *call.arguments, interpret=backend == "interpret")
+    attention.assert_near(np.asarray(actual), np.asarray(expected, np.float64))
+
+
+def score(backend, storage, **sizes):
+    """The second request sees a part of its last page; rows behind the last page in use are cut off."""
+    problem = test_pool_scores.Problem(np.random.default_rng(0), storage=storage, **sizes)
+    problem.lens = np.int32([[0, 9, 3], [17, problem.P * problem.pools - 3, 16]])
+    live = problem.live_pages()
+    problem.poison()
+    query, weights, index, table, lens = problem.arguments()
+    last = int(problem.table[live].max())
+    stored = problem.pools * (problem.X + 4) // index.packed  # cells
+    end = last * index.page_rows + index.first_row + -(-stored // index.buffer.shape[1])
+    index = dataclasses.replace(index, buffer=index.buffer[:end])
+    readable = jnp.where(live, table, last)  # the reference reads all pages of its table
+    expected = pool_scores(query, weights, index, readable, lens, backend="reference")
+    actual = pool_scores(query, weights, index, table, lens, backend=backend)
+    seen = ~np.isnan(problem.oracle())
+    np.testing.assert_array_equal(np.asarray(actual)[seen], np.asarray(expected)[seen])
+
+
+def select(backend, count, budget):
+    """Lengths below nothing and past the end, too; NaN behind the live scores."""
+    rng = np.random.default_rng(count)
+    lens = test_top_ids.edges(budget, count)
+    scores = test_top_ids.random_scores(rng, len(lens), count)
+    scores[np.arange(count) >= lens[:, None]] = np.nan
+    arguments = jnp.asarray(scores), jnp.asarray(lens)
+    expected = top_ids(*arguments, budget=budget, backend="reference")
+    np.testing.assert_array_equal(top_ids(*arguments, budget=budget, backend=backend), expected)
+
+
+# Blocks of 16 keys and tiles of 16 rows, parts of 32 keys or more: the second launch has several turns.
+MANY = {"parts": True, "sizes": attention.SMALL}
+BF16 = {"dtype": "bfloat16", "columns": 24, "page_size": 16}
+PRODUCTS = {  # name: call of a backend, which compares it with the reference; 'mosaic' runs none of them
+    "attention, one part": functools.partial(
+        attend, lengths=(0, 1, 64, 65, 97), D=2, parts=False, **BF16 | {"columns": 8}
+    ),
+    "attention, parts": functools.partial(attend, lengths=(1, 128, 257, 384, 371), D=2, parts=True, **BF16),
+    "attention, small parts": functools.partial(
+        attend, lengths=(0, 5, 33, 100, 90), D=9, columns=25, dtype="bfloat16", **MANY
+    ),
+    "attention, float32": functools.partial(
+        attend, lengths=(0, 3, 96, 70), D=3, columns=24, heads=3, kv_heads=3, head_dim=24, value_dim=40, **MANY
+    ),
+    "attention, window": functools.partial(attend, lengths=(2, 63, 128, 101), D=4, window=40, parts=False, **BF16),
+    "attention, pool": functools.partial(
+        attend,
+        lengths=(0, 16, 100, 90),
+        D=2,
+        columns=25,
+        dtype="bfloat16",
+        head_dim=32,
+        value_dim=32,
+        pool=attention.Pool(64, before=64, section=2),
+        **MANY,
+    ),
+    "attention, slots": functools.partial(
+        attend, lengths=(0, 7, 65, 118), D=1, columns=30, slots=True, dtype="bfloat16", **MANY
+    ),
+    "attention, K alone": functools.partial(
+        attend,
+        lengths=(0, 1, 64, 117),
+        D=2,
+        parts=False,
+        heads=6,
+        kv_heads=3,
+        head_dim=40,
+        value_dim=0,
+        **BF16 | {"columns": 8},
+    ),
+    "pool scores": functools.partial(score, storage="bytes, a page a row", P=3, pools=64),
+    "pool scores, short rows": functools.partial(score, storage="pairs, half a key a row"),
+}
+SELECTIONS = {
+    "top ids": functools.partial(select, count=300, budget=7),
+    "top ids, long rows": functools.partial(select, count=33000, budget=40),  # read again for each bit
+}
+CHECKS = PRODUCTS | SELECTIONS
+
+
 def main(backend: str, *words: str) -> None:
     if words == ("--planted",):
         buffers = jnp.arange(128, dtype=jnp.int32), jnp.zeros(128, jnp.int32)
@@ -53,7 +178,12 @@ def main(backend: str, *words: str) -> None:
             actual = jax.jit(call, static_argnames="backend", donate_argnums=0)(*arguments, backend=backend)
             for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=f"{name}, seed {seed}")
-    print(f"{len(chosen)} calls on {backend} equal the reference")
+    checks = SELECTIONS if backend in LANES_ONLY else CHECKS
+    checks = {name: check for name, check in checks.items() if name.startswith(words or "")}
+    for name, check in checks.items():
+        print(name, flush=True)
+        check(backend)
+    print(f"{len(chosen) + len(checks)} calls on {backend} equal the reference")
 
 
 if __name__ == "__main__":
