@@ -14,6 +14,7 @@ import jaxspec
 from jaxspec.drafting.choose import make_drafter
 from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
+from jaxspec.models import dense_attend
 from jaxspec.recurrent import gated_delta
 from jaxspec.steps.step import jit_with_state
 
@@ -218,3 +219,27 @@ def test_drafts_that_feed_on_features(name, kind):
     assert together.token_ids[2] == alone.token_ids[0]
     assert together.token_ids[1] == plain.token_ids[1]
     assert [r.rule for r in together.requests] == ["rejection", "greedy", "rejection"]
+
+
+@pytest.mark.parametrize("name", ["target", "hybrid"])
+def test_bfloat16_differs_from_plain_decoding_at_near_ties_alone(name):
+    """Where texts first differ, both tokens have nearly the same logit; how nearly is printed."""
+    target = jaxspec.load_model(name, "bfloat16")
+    params = jaxspec.Params(target.params)
+    lines = ["import os\nimport sys\n\n\ndef main", "class Stack:\n    def __init__", "for i in range(10", "def test_"]
+    prompts = [target.encode(line) for line in lines]
+    how = dict(max_new_tokens=128, memory="static")
+    plain = jaxspec.generate(target.model, params, prompts, **how)
+    found = jaxspec.generate(target.model, params, prompts, drafter=jaxspec.NgramDrafter(), num_draft_tokens=8, **how)
+    attend = dense_attend(target.config.windows)
+    logits_of = jax.jit(lambda ids, rows: target.module.apply(target.params, ids, rows, attend)[0])
+    gaps = []
+    for ids, ours, theirs in zip(prompts, found.token_ids, plain.token_ids, strict=True):
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if place is None:
+            continue
+        text = np.asarray([*ids, *theirs], np.int32)
+        row = np.asarray(logits_of(text[None], np.arange(len(text), dtype=np.int32)[None])[0, len(ids) + place - 1])
+        gaps.append(abs(float(row[ours[place]]) - float(row[theirs[place]])))
+    print(json.dumps({"target": name, "prompts": len(prompts), "gaps at the first mismatch": gaps}))
+    assert all(gap <= 0.25 for gap in gaps)  # a logit of 16 to 32 has neighbours 0.125 away in bfloat16
