@@ -12,7 +12,9 @@ Programs of parts that are not there end at once. The launch so depends on shape
 result depends on the other requests. Parts meet in a second launch, a program a row; a single part writes the result
 itself.
 
-Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in the page table too.
+Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in the page table too. A spare row or lane
+has an index of its own, past the end perhaps, and a mask by which it touches no memory: where a store is interpreted, the
+old value goes back through masked lanes, so no two may share an index.
 """
 
 import math
@@ -286,8 +288,8 @@ def _div(x, n: int):
 
 
 def _product(a, b, contracted: int, interpret: bool):
-    """float32[m, n]: a [m, k] by b, its axis `contracted` summed over. float32 operands lose nothing that matters: on
-    the device they are split into three parts of 11 bits each."""
+    """float32[m, n]: a [m, k] by b, its axis `contracted` summed over. On the device a
+    float32 operand is split into two numbers of 11 bits, and three of their products are summed."""
     precision = None
     if a.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -59,7 +59,7 @@ class Settings:
     dtype: str = setting("float32", "What is computed in.", choices=("float32", "bfloat16"))
     kernel_backend: str | None = setting(
         None,
-        "Who runs the metadata kernels; by default what the device has. interpret runs on a CPU, slowly.",
+        "Who runs the kernels; by default what the device has. interpret runs on a CPU, slowly.",
         choices=("triton", "mosaic", "interpret", "reference"),
     )
 

@@ -54,7 +54,7 @@ class MTPState:
       selected: int32[B, K + pool - 1], positions that the last row attended to; -1 behind.
       extend: buffer of the extend's metadata.
       chain: buffer of the chain's metadata.
-      backend: who runs the metadata kernels (static).
+      backend: who runs the kernels (static).
     """
 
     cache: KVCache | PoolCache | None
