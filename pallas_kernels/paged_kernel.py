@@ -13,8 +13,8 @@ result depends on the other requests. Parts meet in a second launch, a program a
 itself.
 
 Nothing is read that no row sees: lanes of keys outside lo .. hi are masked, in the page table too. A spare row or lane
-has an index of its own, past the end perhaps, and a mask by which it touches no memory: where a store is interpreted, the
-old value goes back through masked lanes, so no two may share an index.
+has an index of its own, past the end perhaps, and a mask by which it touches no memory: where a store is interpreted,
+the old value goes back through masked lanes, so no two may share an index.
 """
 
 import math
