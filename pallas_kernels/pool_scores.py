@@ -205,7 +205,11 @@ def _shape(array, dtype, name: str, wanted: tuple) -> tuple:
 
 
 def _reference(query, weights, index: PagedIndex, page_table, pool_lens):
-    keys, scales = index.read(page_table)
+    return scores_of_keys(query, weights, *index.read(page_table))
+
+
+def scores_of_keys(query, weights, keys, scales):
+    """`pool_scores` of keys float8_e4m3fn[B, n, X] and scales float32[B, n] that were read."""
     products = jnp.einsum(
         "bdhx,bnx->bdhn",
         query.astype(jnp.float32),

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.pool_scores import scores_of_keys
+
 Array = jax.Array
 
 _DEAD = np.int32(-(2**31))  # the rank of a pool that is not there; no number's, and not NaN's
@@ -40,15 +42,7 @@ def pool_scores(query: Array, weights: Array, keys: Array, scales: Array) -> Arr
       >>> pool_scores(query, jnp.ones((1, 1, 1)), keys, jnp.array([[0.5, 0.5]])).tolist()
       [[[3.0, 0.0]]]
     """
-    products = jnp.einsum(
-        "bdhx,bnx->bdhn",
-        query.astype(jnp.float32),
-        keys.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    heads = jnp.maximum(products, 0) * weights.astype(jnp.float32)[..., None]
-    return heads.sum(axis=2) * scales.astype(jnp.float32)[:, None]
+    return scores_of_keys(query, weights.astype(jnp.float32), keys, scales.astype(jnp.float32))
 
 
 def select_pools(scores: Array, pool_lens: Array, budget: int) -> Array:
