@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when jax starts; leaves the GPU to others, too
 
+import concurrent.futures
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ def measure(job: Job) -> Side:
     try:
         if jax.default_backend() != "gpu" and not job.check:
             raise Refused("jax sees no GPU: install its CUDA plugin, or give --check to compare ids only")
-        arms = [arm for dtype in job.dtypes for batch in job.batches for arm in run(job, dtype, batch)]
+        arms = run(job)
     except (RuntimeError, InputError) as error:
         raise Refused(f"jax cannot run our side: {' '.join(str(error).split())}") from None
     machine = environment.describe()
@@ -32,20 +33,27 @@ def measure(job: Job) -> Side:
     return Side({**about, "versions": machine["versions"]}, arms)
 
 
-def run(job: Job, dtype: str, batch: int) -> list[Arm]:
-    """All arms in a dtype and at a batch, their samples taken in turn."""
-    target = jaxspec.load_model(job.model, dtype)
-    calls, arms = {}, {}
-    for name in job.arms:
-        calls[name] = call_of(job, target, name, dtype, batch)
-        found = calls[name](job.new)
-        calls[name](1)
-        arms[name] = Arm(name, dtype, batch, found.token_ids, about=describe(found))
-    for _ in range(job.runs if job.timed(dtype) else 0):
-        for name, call in calls.items():
-            arms[name].whole.append(call(job.new).seconds)
-            arms[name].prefill.append(call(1).seconds)
-    return list(arms.values())
+def run(job: Job) -> list[Arm]:
+    """All arms; at each dtype and batch their samples are taken in turn."""
+    calls = {}
+    for dtype in job.dtypes:
+        target = jaxspec.load_model(job.model, dtype)
+        for batch in job.batches:
+            calls[dtype, batch] = {name: call_of(job, target, name, dtype, batch) for name in job.arms}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # compiles
+        list(pool.map(lambda call: call(1), [call for group in calls.values() for call in group.values()]))
+    found = []
+    for (dtype, batch), group in calls.items():
+        arms = []
+        for name, call in group.items():
+            said = call(job.new)
+            arms.append(Arm(name, dtype, batch, said.token_ids, about=describe(said)))
+        for _ in range(job.runs if job.timed(dtype) else 0):
+            for arm in arms:
+                arm.whole.append(group[arm.name](job.new).seconds)
+                arm.prefill.append(group[arm.name](1).seconds)
+        found += arms
+    return found
 
 
 def call_of(job: Job, target: jaxspec.Checkpoint, name: str, dtype: str, batch: int):

@@ -11,7 +11,6 @@ from peer_job import Refused
 
 try:
     import torch
-    from decode_model import ATTENTIONS, StaticQwen3, read_tensors
 except ImportError:
     torch = None  # decode.py says so before it starts this side
 
@@ -22,6 +21,8 @@ def measure(job: Job) -> Side:
     """Runs every dtype and batch."""
     if not job.check and not torch.cuda.is_available():
         raise Refused("torch sees no CUDA device: run on one, or give --check to compare ids only")
+    from decode_model import read_tensors  # needs more of torch than the question above
+
     device = "cpu" if job.check else "cuda"
     torch.backends.cuda.matmul.allow_tf32 = False
     tensors = read_tensors(Path(job.folder))
@@ -46,6 +47,8 @@ def run(job: Job, tensors, dtype: str, batch: int, device: str) -> Arm:
 
 def fastest(job: Job, tensors, dtype: str, batch: int, device: str) -> tuple["Loop", str]:
     """The loop with the fastest way to attend of those that this device has, and its name."""
+    from decode_model import ATTENTIONS
+
     best, least = None, float("inf")
     # Some kernels compute float32 products of a lower precision, and ids are compared in float32.
     for name in ["math"] if dtype == FLOAT32 else ATTENTIONS:
@@ -71,6 +74,8 @@ class Loop:
     """A model and its step, captured once where there is a CUDA device."""
 
     def __init__(self, job: Job, tensors, dtype: str, batch: int, device: str, attention: str):
+        from decode_model import StaticQwen3
+
         prompts = job.prompts[:batch]
         lengths = [len(prompt) for prompt in prompts]
         padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
