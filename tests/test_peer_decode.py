@@ -344,3 +344,32 @@ def test_bfloat16_runs(attention, folder):
     assert (float32[:, 0] == bfloat16[:, 0]).mean() > 0.5
     again = [loop.generate() and loop.ids() for loop in loops]
     assert again == [float32.tolist(), bfloat16.tolist()], "a second generation begins anew"
+
+
+@pytest.mark.parity
+def test_the_fastest_attention_counts(folder, monkeypatch):
+    """Made up times; one kernel is not to be had, and the arm tells of all."""
+    torch = pytest.importorskip("torch")
+    theirs = importlib.import_module("decode_theirs")
+    times = {"torch's choice": 3.0, "efficient": 2.0, "math": 4.0}
+
+    class Loop:
+        def __init__(self, job, tensors, dtype, batch, device, attention):
+            if attention not in times:
+                raise RuntimeError("No available\n kernel")
+            self.name = attention
+
+        def generate(self):
+            return 1 + times[self.name], 1.0
+
+        def ids(self):
+            return [[1, 2]]
+
+    monkeypatch.setattr(theirs, "Loop", Loop)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    job = job_of(folder, "--batch", "1", "--new", "2")
+    arm = theirs.run(job, {}, "bfloat16", 1, "cuda")
+    assert arm.about == {"attention": "efficient", "tried": {**times, "cudnn": "No available kernel"}}
+    assert arm.whole == [3.0] * job.runs and arm.prefill == [1.0] * job.runs
+    arm = theirs.run(job, {}, "float32", 1, "cuda")
+    assert arm.about["attention"] == "math" and arm.whole == []

@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -35,39 +34,40 @@ def measure(job: Job) -> Side:
 def run(job: Job, tensors, dtype: str, batch: int, device: str) -> Arm:
     """The arm of a dtype and a batch, by the way to attend that takes it the least time."""
     if job.check:
-        loop, attention = Loop(job, tensors, dtype, batch, device, "math"), "math"
+        loop, about = Loop(job, tensors, dtype, batch, device, "math"), {"attention": "math"}
     else:
-        loop, attention = fastest(job, tensors, dtype, batch, device)
+        loop, about = fastest(job, tensors, dtype, batch, device)
     loop.generate()
     ids = loop.ids()
     samples = [loop.generate() for _ in range(job.runs)] if job.timed(dtype) else []
     whole, prefill = ([sample[i] for sample in samples] for i in (0, 1))
-    return Arm(THEIRS, dtype, batch, ids, whole, prefill, {"attention": attention})
+    return Arm(THEIRS, dtype, batch, ids, whole, prefill, about)
 
 
-def fastest(job: Job, tensors, dtype: str, batch: int, device: str) -> tuple["Loop", str]:
-    """The loop with the fastest way to attend of those that this device has, and its name."""
+def fastest(job: Job, tensors, dtype: str, batch: int, device: str) -> tuple["Loop", dict]:
+    """The loop with the fastest way to attend of those that this device has, its name, and what became of each."""
     from decode_model import ATTENTIONS
 
-    best, least = None, float("inf")
+    best, name_of_best, tried = None, None, {}
     # Some kernels compute float32 products of a lower precision, and ids are compared in float32.
     for name in ["math"] if dtype == FLOAT32 else ATTENTIONS:
         try:
             loop = Loop(job, tensors, dtype, batch, device, name)
             loop.generate()
             samples = [loop.generate() for _ in range(TRIES)]
-        except RuntimeError as error:  # "No available kernel", and what else a backend cannot do
-            print(f"{dtype}, batch {batch}: no attention by {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        except RuntimeError as error:  # no such kernel for the device, the dtype or the shapes
+            tried[name] = " ".join(str(error).split())
             continue
         seconds = statistics.median(whole - prefill for whole, prefill in samples)
-        if seconds < least:
-            best, least = (loop, name), seconds
+        if best is None or seconds < tried[name_of_best]:
+            best, name_of_best = loop, name
+        tried[name] = seconds
         del loop
         gc.collect()
         torch.cuda.empty_cache()
     if best is None:
-        raise Refused(f"torch has no attention for {dtype} on this device: see above")
-    return best
+        raise Refused(f"torch has no attention for {dtype} on this device: {tried}")
+    return best, {"attention": name_of_best, "tried": tried}
 
 
 class Loop:
