@@ -189,7 +189,7 @@ def test_the_cut_has_the_launches_of_the_round(folder, fused, rows, phases):
     whole = jax.make_jaxpr(launches.phased_round, static_argnums=0)(spec, shapes, state)
     expected = {}
     for (path, name), times in launches.kernels(whole.jaxpr)[0].items():
-        if launches.SCOPE in path:
+        if launches.metadata.SCOPE in path:
             expected.setdefault(path[0], {})[name] = times
     cuts, _ = metadata_cut.cut(spec, shapes, state)
     assert [piece.phase for piece in cuts] == phases
