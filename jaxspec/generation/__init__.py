@@ -1,6 +1,7 @@
 """Whole generations: prompts in, completions and acceptance figures out."""
 
 from jaxspec.generation.generate import LOOPS, generate
+from jaxspec.generation.many import Finished, ManyProgress, ManyRun, generate_many
 from jaxspec.generation.results import Generation, RequestResult
 
-__all__ = ["LOOPS", "Generation", "RequestResult", "generate"]
+__all__ = ["LOOPS", "Finished", "Generation", "ManyProgress", "ManyRun", "RequestResult", "generate", "generate_many"]
