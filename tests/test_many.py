@@ -1,6 +1,8 @@
 """`generate_many`: every prompt gets what it gets alone, whatever its neighbours, slots and pages are."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,8 +15,13 @@ import jaxspec
 from jaxspec import models
 from jaxspec.drafting import Drafts
 from jaxspec.generation import many
+from jaxspec.generation import slots as slots_module
 from jaxspec.models.contract import blocks_of_glm
 from jaxspec.models.eagle import Eagle3
+from jaxspec.steps.refill import HEAD, RefillPlan, Window, empty_slots
+from jaxspec.steps.step import compiler_options
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,6 +91,21 @@ def test_scarce_pages():
         assert results == [alone()[i] for i in chosen]
         retractions += progress.retractions
     assert retractions > 0
+
+
+def test_pages_that_run_out_within_a_prompt():
+    """A long prompt is read beside a request that grows, with pages for hardly both: at any length of the latter no
+    chunk is read without pages for it."""
+    config = make_config(2, D=1, num_pages=1 + 16, prefill_chunk=3)
+    params, prompts = drafter_and_params("plain")[1], [prompt(8), prompt(44)]
+    want = one_by_one(TARGET, params, prompts, [NEW, 4], make_config(D=1))
+    how = {"drafter": "plain", "prompts": prompts, "chunks_per_dispatch": 1, "rounds_per_dispatch": 1}
+    retractions = []
+    for limit in range(4, NEW + 1):
+        (first, second), progress = run_many(config, limits=[limit, 4], **how)
+        assert (first.token_ids, second.token_ids) == (want[0].token_ids[:limit], want[1].token_ids)
+        retractions.append(progress.retractions)
+    assert {0, 1} <= set(retractions)
 
 
 def sampled(count):
@@ -275,6 +297,47 @@ def test_one_program_for_all():
     assert len(set(traced)) == 1 and traced[0] > 0
     run(3)
     assert len(set(traced)) == 1
+
+
+def lowered(config, drafter, params, options, lower=lambda program, *arguments: program.lower(*arguments)):
+    """A dispatch for lowering, and its slots."""
+    spec = jaxspec.make_spec_step(TARGET, drafter, config, options=options)
+    plan = RefillPlan(rounds=4, newcomers=1, chunks=4)
+    slots = empty_slots(spec, jaxspec.init_state(spec.target, spec.drafter, config, []), plan)
+    entries = np.zeros((plan.window, HEAD + config.context_len), np.int32)
+    window = Window(*map(jax.numpy.asarray, (entries, np.zeros(2, np.int32))))
+    return lower(slots_module.compiled_dispatch(spec.options), spec, params, slots, window, plan), slots
+
+
+@pytest.mark.parametrize("memory", ["static", "unified"])
+def test_the_slots_stay_in_place(memory):
+    """No dispatch copies the memory of K and V, or keeps a second state."""
+    how = {"memory": memory, "num_pages": 2000, "num_swa_pages": 1900}
+    program, slots = lowered(make_config(3, **how), *drafter_and_params("draft_lm"), FAST_COMPILE)
+    compiled = program.compile()
+    check_in_place(compiled, slots)
+
+
+def check_in_place(compiled, slots):
+    bytes_of_all = sum(leaf.nbytes for leaf in jax.tree.leaves(slots))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * bytes_of_all
+    assert memory.temp_size_in_bytes < bytes_of_all / 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["static", "unified"])
+def test_a_dispatch_is_one_command_buffer(memory, tmp_path):
+    """Compiled for an H200: the host starts it once, and its state stays where it is."""
+    aot = pytest.importorskip("kernel_aot")
+    if reason := aot.missing():
+        pytest.skip(reason)
+    how = {"memory": memory, "num_pages": 2000, "num_swa_pages": 1900, "page_size": 8}
+    drafter, params = drafter_and_params("draft_lm")
+    program, slots = lowered(make_config(3, **how), drafter, params, compiler_options("cuda"), aot.lower_for_h200)
+    quick = {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+    check_in_place(aot.compile_lowered(program, dump=tmp_path, **quick), slots)
+    assert aot.thunks(tmp_path) == ["kCommandBuffer"]
 
 
 def test_results_come_as_they_are_done():
