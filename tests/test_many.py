@@ -14,7 +14,7 @@ from tiny_models import FAST_COMPILE, HYBRID_TARGET, TARGET, drafter_and_params,
 import jaxspec
 from jaxspec import models
 from jaxspec.drafting import Drafts
-from jaxspec.generation import many
+from jaxspec.generation import scheduler
 from jaxspec.generation import slots as slots_module
 from jaxspec.models.contract import blocks_of_glm
 from jaxspec.models.eagle import Eagle3
@@ -251,7 +251,7 @@ def test_long_ones_first():
 
 def test_reports_are_read_a_dispatch_late(monkeypatch):
     events = []
-    compiled, read = many.compiled_dispatch, many.read_report
+    compiled, read = scheduler.compiled_dispatch, scheduler.read_report
 
     class Noted:
         def __init__(self, options):
@@ -264,8 +264,8 @@ def test_reports_are_read_a_dispatch_late(monkeypatch):
             events.append("issue")
             return self._step(*arguments)
 
-    monkeypatch.setattr(many, "compiled_dispatch", Noted)
-    monkeypatch.setattr(many, "read_report", lambda *arguments: (events.append("read"), read(*arguments))[1])
+    monkeypatch.setattr(scheduler, "compiled_dispatch", Noted)
+    monkeypatch.setattr(scheduler, "read_report", lambda *arguments: (events.append("read"), read(*arguments))[1])
     assert run_many(make_config(2, D=1), drafter="plain")[0] == alone("plain")
     assert events[0] == "issue" and events[1:] == ["issue", "read"] * (len(events) // 2)
 

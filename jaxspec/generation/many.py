@@ -1,116 +1,25 @@
-"""`jaxspec.generate_many`: more prompts than slots, for evaluation scripts.
+"""`jaxspec.generate_many`: more prompts than slots, for evaluation scripts."""
 
-The host keeps a queue of prompts and shows its front to the device, which fills the slots itself (`steps.refill`). It
-issues a dispatch, and then reads the report of the one before: the device never waits for it.
-
-    host      issue 1    issue 2, read 1    issue 3, read 2    ..
-    device            dispatch 1         dispatch 2         dispatch 3
-
-When report n arrives, dispatch n + 1 has its window already and may take up to N requests from it. So up to there the
-queue is fixed, and a request that was turned out is put behind these: it has to wait for N others at most.
-"""
-
-import collections
-import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import Drafter
 from jaxspec.errors import InputError
 from jaxspec.generation.generate import settle
-from jaxspec.generation.jsonl import ResultFile, check_names, digest, to_record, to_result
+from jaxspec.generation.jsonl import check_names, digest
+from jaxspec.generation.progress import Finished, ManyProgress
 from jaxspec.generation.results import RequestResult
-from jaxspec.generation.slots import Report, Shape, SlotReport, compiled_dispatch, read_report
+from jaxspec.generation.scheduler import Output, Scheduler
 from jaxspec.models.contract import Model
 from jaxspec.steps import Params, init_state, make_spec_step
-from jaxspec.steps.refill import RefillPlan, Window, empty_slots, entry, most_newcomers
+from jaxspec.steps.refill import RefillPlan, most_newcomers
 from jaxspec.steps.settings import pack_settings
-from jaxspec.steps.state import FINISH_NAMES, STOP_STRING, check_requests
+from jaxspec.steps.state import check_requests
 from jaxspec.verification import StopStrings
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """A prompt that is done.
-
-    Attributes:
-      index: of the prompt.
-      question_id: its name.
-      result: what `generate` gives for it.
-      wall_time: seconds from the dispatch that let it in to the arrival of its last token. Other requests ran beside.
-      resumed: whether it was read from the file of an earlier run.
-    """
-
-    index: int
-    question_id: int | str
-    result: RequestResult
-    wall_time: float
-    resumed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ManyProgress:
-    """How far a run is: what a progress bar shows, and at the end the figures of the run.
-
-    A *slot-round* is a round of one slot. A slot is busy in a round if a request of it takes part, not while its prompt
-    is read.
-
-    Attributes:
-      prompts: all of them; finished: those that are done, `resumed` of which an earlier run has done.
-      running: slots with a request.
-      tokens, verify_count: tokens emitted and rounds taken part in, over the requests of this run, unfinished ones
-        included.
-      dispatches, rounds, chunks: dispatches that were read, and their rounds and forwards of prefill.
-      slots: B.
-      busy_slot_rounds: slot-rounds of busy slots, those of requests that were turned out later included.
-      queued_rounds, queued_busy_slot_rounds: rounds of dispatches behind which prompts were still waiting, and busy
-        slot-rounds of those. The end of a run, when there is nothing to refill slots with, is left out.
-      retractions: how often a request was turned out because pages ran out; retracted_tokens: what they had emitted.
-      seconds: since the first dispatch, compilation excluded.
-    """
-
-    prompts: int
-    finished: int
-    resumed: int
-    running: int
-    tokens: int
-    verify_count: int
-    dispatches: int
-    rounds: int
-    chunks: int
-    slots: int
-    busy_slot_rounds: int
-    queued_rounds: int
-    queued_busy_slot_rounds: int
-    retractions: int
-    retracted_tokens: int
-    seconds: float
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens / rounds taken part in; None before the first round."""
-        return self.tokens / self.verify_count if self.verify_count else None
-
-    @property
-    def slot_utilization(self) -> float | None:
-        """Busy slot-rounds / all slot-rounds of the run; None before the first round."""
-        return self.busy_slot_rounds / (self.rounds * self.slots) if self.rounds else None
-
-    @property
-    def queued_slot_utilization(self) -> float | None:
-        """The same, while prompts were waiting; None if none ever was."""
-        return self.queued_busy_slot_rounds / (self.queued_rounds * self.slots) if self.queued_rounds else None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens / seconds."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class ManyRun:
@@ -122,7 +31,7 @@ class ManyRun:
       progress: `ManyProgress`, up to date.
     """
 
-    def __init__(self, scheduler: "_Scheduler"):
+    def __init__(self, scheduler: Scheduler):
         self._scheduler, self._finished = scheduler, scheduler.run()
 
     @property
@@ -149,199 +58,6 @@ class ManyRun:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-@dataclasses.dataclass
-class _Request:
-    """A request in a slot, as far as the host knows."""
-
-    index: int
-    since: float
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    emitted: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, slot: SlotReport) -> None:
-        self.token_ids += slot.token_ids
-        self.accepted += slot.accepted
-        self.emitted += slot.emitted
-        self.logprobs += slot.logprobs or []
-
-
-class _Queue:
-    """The prompts in the order in which they are let in. What a dispatch in flight may take stays where it is."""
-
-    def __init__(self, order: Sequence[int], entries: Callable[[int], np.ndarray], plan: RefillPlan):
-        self.order, self.taken = list(order), 0
-        self._entries, self._plan = entries, plan
-        self._window, self._shown = None, None
-
-    def window(self) -> Window:
-        """What the next dispatch may take."""
-        shown = tuple(self.order[self.taken : self.taken + self._plan.window])
-        if (self.taken, shown) != self._shown:
-            rows = [self._entries(index) for index in shown]
-            rows += [np.zeros_like(self._entries(0))] * (self._plan.window - len(rows))
-            bounds = np.array([self.taken, len(shown)], np.int32)
-            self._window, self._shown = Window(jnp.asarray(np.stack(rows)), jnp.asarray(bounds)), (self.taken, shown)
-        return self._window
-
-    def put_back(self, index: int) -> None:
-        """A prompt that was turned out goes as far to the front as it can."""
-        self.order.insert(min(self.taken + self._plan.newcomers, len(self.order)), index)
-
-    def __len__(self) -> int:
-        return len(self.order) - self.taken
-
-
-class _Scheduler:
-    """The host's side of a run."""
-
-    def __init__(self, spec, params, plan, *, prompts, limits, settings, stop_ids, stop_strings, starts, names, out):
-        self._spec, self._params, self._plan = spec, params, plan
-        self._stop_ids, self._stop_strings, self._starts = stop_ids, stop_strings, starts
-        self._prompts, self._limits, self._settings, self._names = prompts, limits, settings, names
-        self._out: _Output = out
-        self._shape = Shape.of(spec.config, plan)
-        self._live: dict[int, _Request] = {}
-        self._counts = collections.Counter()
-        self._begin = self._end = None
-
-    def progress(self) -> ManyProgress:
-        counts, slots = self._counts, self._spec.config.batch_size
-        seconds = 0.0 if self._begin is None else (self._end or time.perf_counter()) - self._begin
-        given = {field.name: counts[field.name] for field in dataclasses.fields(ManyProgress)}
-        given |= {"prompts": len(self._prompts), "running": len(self._live), "slots": slots, "seconds": seconds}
-        return ManyProgress(**given)
-
-    def close(self) -> None:
-        self._out.close()
-
-    def run(self) -> Iterator[Finished]:
-        """Dispatches and reads until every prompt is done."""
-        try:
-            for done in self._out.earlier():
-                self._counts.update(finished=1, resumed=1)
-                yield done
-            left = [index for index, name in enumerate(self._names) if name not in self._out.names]
-            # Long ones first: a short one at the end leaves its slot idle for less.
-            left.sort(key=lambda index: -self._limits[index])
-            if left:
-                yield from self._work(_Queue(left, self._entry, self._plan), len(left))
-        finally:
-            self._end = time.perf_counter() if self._end is None else self._end
-            self.close()
-
-    def _work(self, queue: _Queue, count: int) -> Iterator[Finished]:
-        step, lag = compiled_dispatch(self._spec.options), 1
-        slots = self._empty()
-        step.lower(self._spec, self._params, slots, queue.window(), self._plan).compile()
-        self._begin = time.perf_counter()
-        flying = collections.deque()
-        while count:
-            issued = time.perf_counter()
-            slots, table = step(self._spec, self._params, slots, queue.window(), self._plan)
-            table.copy_to_host_async()
-            flying.append((issued, table))
-            if len(flying) <= lag:
-                continue
-            issued, table = flying.popleft()
-            report = read_report(np.asarray(table), self._shape)
-            finished = self._take(report, queue, issued)
-            count -= len(finished)
-            if count == 0:
-                self._end = time.perf_counter()
-            for done in finished:  # all of them before the caller sees any
-                self._out.write(done)
-            self._counts.update(finished=len(finished))
-            yield from finished
-            self._out.tell(self.progress())
-
-    def _take(self, report: Report, queue: _Queue, issued: float) -> list[Finished]:
-        """Takes note of a report; returns what it has finished."""
-        now, finished, counts = time.perf_counter(), [], self._counts
-        busy = sum(len(slot.emitted) for slot in report.slots)
-        for age in range(queue.taken + 1, report.taken + 1):
-            self._live[age] = _Request(queue.order[age - 1], issued)
-        queue.taken = report.taken
-        counts.update(dispatches=1, rounds=report.rounds, chunks=report.chunks, busy_slot_rounds=busy)
-        if len(queue):
-            counts.update(queued_rounds=report.rounds, queued_busy_slot_rounds=busy)
-        alone = len(self._live) == 1
-        for slot in report.slots:
-            request = self._live.get(slot.age)
-            if request is None:  # it finished in an earlier dispatch
-                continue
-            request.add(slot)
-            counts.update(tokens=len(slot.token_ids), verify_count=len(slot.emitted))
-            if slot.retracted and not alone:
-                counts.update(retractions=1, retracted_tokens=len(request.token_ids))
-                counts.update(tokens=-len(request.token_ids), verify_count=-len(request.emitted))
-                queue.put_back(request.index)
-                del self._live[slot.age]
-            elif slot.retracted or slot.reason:
-                del self._live[slot.age]
-                result = self._result(request, slot)
-                finished.append(Finished(request.index, self._names[request.index], result, now - request.since))
-        return finished
-
-    def _result(self, request: _Request, slot: SlotReport) -> RequestResult:
-        config, settings = self._spec.config, self._settings
-        sampled = settings is not None and settings[0, request.index].view(np.float32) > 0
-        return RequestResult(
-            token_ids=request.token_ids,
-            finish_reason=FINISH_NAMES[slot.reason] or "out_of_pages",
-            verify_count=len(request.emitted),
-            accept_lengths=request.emitted,
-            accepted_drafts=request.accepted,
-            logprobs=request.logprobs if config.logprobs else None,
-            rule=config.sampling if sampled else "greedy",
-            stop_string=self._stop_strings.found(slot.matched) if slot.reason == STOP_STRING else None,
-        )
-
-    def _entry(self, index: int) -> np.ndarray:
-        settings = None if self._settings is None else self._settings[:, index]
-        return entry(self._spec.config, self._prompts[index], self._limits[index], settings, self._starts[index])
-
-    def _empty(self):
-        spec, strings, count = self._spec, self._stop_strings, len(self._prompts)
-        state = init_state(spec.target, spec.drafter, spec.config, [], stop_ids=self._stop_ids)
-        if strings is not None:
-            stops = strings.matcher(count, count + 1, spec.target.vocab_size)
-            state = state.replace(stops=stops.replace(state=jnp.zeros((spec.config.rows,), jnp.int32)))
-        return empty_slots(spec, state, self._plan)
-
-
-class _Output:
-    """Where finished prompts go besides the caller: a file, and whoever follows the progress."""
-
-    def __init__(self, names, digests, *, path, categories, model_id, decode, progress):
-        self._index = {name: index for index, name in enumerate(names)}
-        self._digests, self._categories, self._progress = digests, categories, progress
-        self._how = {"model_id": model_id, "decode": decode}
-        self._file = None if path is None else ResultFile(path, digests)
-        self.names = set() if self._file is None else set(self._file.records)
-
-    def earlier(self) -> Iterator[Finished]:
-        """What the file held when it was opened."""
-        for name, record in {} if self._file is None else self._file.records.items():
-            time_taken = record["choices"][0]["wall_time"][0]
-            yield Finished(self._index[name], name, to_result(record), time_taken, resumed=True)
-
-    def write(self, done: Finished) -> None:
-        if self._file is not None:
-            name = done.question_id
-            how = {"settings": self._digests[name], "category": self._categories[done.index], **self._how}
-            self._file.append(to_record(done.result, question_id=name, wall_time=done.wall_time, **how))
-
-    def tell(self, progress: ManyProgress) -> None:
-        if self._progress is not None:
-            self._progress(progress)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def generate_many(
@@ -487,7 +203,7 @@ def generate_many(
         stop_strings=stop_strings,
         target=target,
     )
-    output = _Output(
+    output = Output(
         names,
         digests,
         path=out,
@@ -496,7 +212,7 @@ def generate_many(
         decode=decode,
         progress=progress,
     )
-    scheduler = _Scheduler(
+    scheduler = Scheduler(
         spec,
         params,
         plan,

@@ -24,6 +24,7 @@ from jaxspec.steps.refill import (
     Window,
     admissible,
     ended_since,
+    in_work,
     nth_rows,
     refill,
     retract,
@@ -85,13 +86,16 @@ def dispatch(spec, params: Params, slots: Slots, window: Window, plan: RefillPla
     short = (chunks < plan.chunks) & (next_rows(state) > 0).any()
     most = jnp.where((next_rows(state) > 0).any(), 1, plan.rounds)
 
+    # Counted once: a round has enough to do without. What ends from here on makes room for as many.
+    wanted = jnp.minimum(staged(slots, window), N)
+    at_work = in_work(requests_of(state)).sum()
+    enter = admissible(spec, slots.replace(step=state), window, plan) + at_work
+
     def going(carry):
         state, status, rounds = carry
-        now = slots.replace(step=state)
-        waiting = staged(now, window)
-        ready = (waiting > 0) & (admissible(spec, now, window, plan) >= jnp.minimum(waiting, N))
-        running = (requests_of(state).status == RUNNING).any()
-        return (status == OK) & running & (rounds < most) & ~ready
+        requests = requests_of(state)
+        ready = (wanted > 0) & (enter - in_work(requests).sum() >= wanted)
+        return (status == OK) & (requests.status == RUNNING).any() & (rounds < most) & ~ready
 
     def one(carry):
         state, _, rounds = carry
