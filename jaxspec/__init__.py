@@ -37,7 +37,15 @@ from jaxspec.drafting import (
     NgramDrafter,
 )
 from jaxspec.errors import InputError
-from jaxspec.generation import Generation, RequestResult, generate
+from jaxspec.generation import (
+    Finished,
+    Generation,
+    ManyProgress,
+    ManyRun,
+    RequestResult,
+    generate,
+    generate_many,
+)
 from jaxspec.metadata import (
     DecodeMetadata,
     DraftExtendMetadata,
@@ -98,6 +106,7 @@ __all__ = [
     "Drafts",
     "Eagle3Drafter",
     "ExtendContext",
+    "Finished",
     "ForwardMetadata",
     "Generation",
     "IndexRows",
@@ -109,6 +118,8 @@ __all__ = [
     "LayerSpec",
     "MTPBlocks",
     "MTPDrafter",
+    "ManyProgress",
+    "ManyRun",
     "Model",
     "NgramDrafter",
     "Params",
@@ -138,6 +149,7 @@ __all__ = [
     "from_qwen3",
     "gated_delta",
     "generate",
+    "generate_many",
     "init_state",
     "load_draft",
     "load_model",

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from absl import flags
 
 import jaxspec
-from jaxspec.cli import bench, doctor, generate
+from jaxspec.cli import bench, doctor, generate, many
 from jaxspec.cli.command import flag_help, parse_flags
 
 __all__ = ["COMMANDS", "main", "split"]
 
-COMMANDS = {"generate": generate, "doctor": doctor, **bench.COMMANDS}
+COMMANDS = {"generate": generate, "generate-many": many, "doctor": doctor, **bench.COMMANDS}
 
 _HELP = ("--help", "-h", "help")
 

@@ -38,7 +38,7 @@ from jaxspec.steps.fusion import metadata_path
 SUMMARY = "Completes prompts by speculative decoding and checks that the ids equal plain decoding."
 
 _ROUNDS = 8  # rounds a dispatch of the chunked loop: how often a completion grows on the screen
-_CONTEXT_STEP = 256  # contexts are rounded up to this, so that similar runs share a compiled program
+CONTEXT_STEP = 256  # contexts are rounded up to this, so that similar runs share a compiled program
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -199,7 +199,71 @@ def run(values: flags.FlagValues) -> int:
 
 
 def _run(values: flags.FlagValues, screen: Screen, output: JsonFile) -> int:
-    requests, fusion = prompts.collect(values.prompt, values.prompt_file), switches.kpool_metadata_fusion()
+    fusion = switches.kpool_metadata_fusion()
+    loaded = load(values, screen)
+    requests, target, drafter = loaded.requests, loaded.target, loaded.drafter
+    job = _Job(
+        name="speculative decoding" if drafter else "plain decoding",
+        target=target,
+        drafter=drafter,
+        params=loaded.params,
+        config=_config(values, target, requests, drafter, fusion, loaded.settings),
+        stop_ids=loaded.stop_ids,
+        stop_strings=loaded.stop_strings,
+        settings=loaded.settings,
+        loop=values.loop,
+    )
+    _check_pool(job, requests)
+    has_text = (target.folder / "tokenizer.json").is_file()
+    rules = [sampling.rule_of(each, job.config.sampling) for each in job.settings]
+    jobs = [job]
+    if values.check_exact and any(rule in report.COMPARED for rule in rules):
+        # A draw of the target's own, whatever the verifier: with "match" it is the same one.
+        verifier = job.config.sampling and "match"
+        config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None, sampling=verifier)
+        jobs.append(dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config))
+    if values.check_exact and (line := sampling.not_compared(rules)):
+        screen.say(line)
+    setup_seconds = _compile(jobs, requests, screen)
+    notes = [sampling.describe(*pair) for pair in zip(job.settings, rules, strict=True)]
+    completions = Completions(screen, requests, target.decode if has_text else None, notes)
+    result = _decode(job, requests, screen, completions)
+    plain = _decode(jobs[1], requests, screen) if jobs[1:] else None
+    outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None, job.settings)
+    screen.write(report.to_text(outcome))
+    output.write(report.to_json(outcome, _environment(values, job)))
+    starved = sum(request.finish_reason == "out_of_pages" for request in result.requests)
+    if starved:
+        screen.say(f"error: pages ran out for {starved} requests: raise --num_pages or lower --batch_size")
+    mismatch = report.mismatch_line(outcome)
+    if mismatch:
+        screen.say(f"error: {mismatch}")
+    return 1 if starved or mismatch else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What the flags name, in memory.
+
+    Attributes:
+      requests: the prompts, encoded.
+      target, drafter, params: the model, who drafts for it, and the weights of both.
+      stop_ids, stop_strings: what ends a completion.
+      settings: for each prompt its temperature, top_k, top_p and seed.
+    """
+
+    requests: list[prompts.Prompt]
+    target: Checkpoint
+    drafter: Drafter | None
+    params: Params
+    stop_ids: tuple[int, ...]
+    stop_strings: StopStrings | None
+    settings: tuple[dict[str, float], ...]
+
+
+def load(values: flags.FlagValues, screen: Screen) -> Loaded:
+    """Reads prompts and models."""
+    requests = prompts.collect(values.prompt, values.prompt_file)
     if advice := environment.idle_gpu_advice():
         screen.say(advice)
     try:
@@ -211,44 +275,15 @@ def _run(values: flags.FlagValues, screen: Screen, output: JsonFile) -> int:
         requests = prompts.encode(requests, target)
         drafter, draft_params = _drafter(values, target, screen)
         stop_strings = StopStrings(target.tokenizer, values.stop) if values.stop else None
-    settings = sampling.settings_of(values, requests)
-    job = _Job(
-        name="speculative decoding" if drafter else "plain decoding",
+    return Loaded(
+        requests=requests,
         target=target,
         drafter=drafter,
         params=Params(target.params, draft_params),
-        config=_config(values, target, requests, drafter, fusion, settings),
         stop_ids=() if values.ignore_eos else target.config.eos_token_ids,
         stop_strings=stop_strings,
-        settings=settings,
-        loop=values.loop,
+        settings=sampling.settings_of(values, requests),
     )
-    _check_pool(job, requests)
-    has_text = (target.folder / "tokenizer.json").is_file()
-    rules = [sampling.rule_of(each, job.config.sampling) for each in settings]
-    jobs = [job]
-    if values.check_exact and any(rule in report.COMPARED for rule in rules):
-        # A draw of the target's own, whatever the verifier: with "match" it is the same one.
-        verifier = job.config.sampling and "match"
-        config = dataclasses.replace(job.config, num_draft_tokens=1, num_pages=None, sampling=verifier)
-        jobs.append(dataclasses.replace(job, name="plain decoding to compare", drafter=None, config=config))
-    if values.check_exact and (line := sampling.not_compared(rules)):
-        screen.say(line)
-    setup_seconds = _compile(jobs, requests, screen)
-    notes = [sampling.describe(*pair) for pair in zip(settings, rules, strict=True)]
-    completions = Completions(screen, requests, target.decode if has_text else None, notes)
-    result = _decode(job, requests, screen, completions)
-    plain = _decode(jobs[1], requests, screen) if jobs[1:] else None
-    outcome = report.Outcome(requests, result, setup_seconds, plain, target.decode if has_text else None, settings)
-    screen.write(report.to_text(outcome))
-    output.write(report.to_json(outcome, _environment(values, job)))
-    starved = sum(request.finish_reason == "out_of_pages" for request in result.requests)
-    if starved:
-        screen.say(f"error: pages ran out for {starved} requests: raise --num_pages or lower --batch_size")
-    mismatch = report.mismatch_line(outcome)
-    if mismatch:
-        screen.say(f"error: {mismatch}")
-    return 1 if starved or mismatch else 0
 
 
 def _drafter(values: flags.FlagValues, target: Checkpoint, screen: Screen) -> tuple[Drafter | None, Any]:
@@ -278,11 +313,11 @@ def _config(
     """Shapes that fit every prompt, so that all batches run in one compiled program."""
     context = target.config.max_position_embeddings
     longest = max(len(request.token_ids) for request in requests)
-    wanted = -(-(longest + values.max_new_tokens) // _CONTEXT_STEP) * _CONTEXT_STEP
+    wanted = -(-(longest + values.max_new_tokens) // CONTEXT_STEP) * CONTEXT_STEP
     batches = -(-len(requests) // values.batch_size)
     return SpecConfig(
         batch_size=-(-len(requests) // batches),  # even batches: 9 prompts of at most 8 run as 5 and 4
-        num_draft_tokens=_num_draft_tokens(values, drafter),
+        num_draft_tokens=num_draft_tokens_of(values, drafter),
         context_len=min(wanted, context),
         max_new_tokens=min(values.max_new_tokens, context),
         page_size=page_size_for(target) if values.page_size is None else values.page_size,
@@ -294,7 +329,7 @@ def _config(
     )
 
 
-def _num_draft_tokens(values: flags.FlagValues, drafter: Drafter | None) -> int:
+def num_draft_tokens_of(values: flags.FlagValues, drafter: Drafter | None) -> int:
     """D: what the flag says, which for a block draft is by default not more than it proposes; 1 without a drafter."""
     if drafter is None:
         return 1

@@ -100,7 +100,9 @@ class Drafter(Protocol):
     there are, for buffers that stay in the drafter's state; see `jaxspec.cache.placement`.
 
     A drafter that feeds on the target's hidden rows has a method `extend` in place of `prefill`; see `extends`. If what
-    it wants are the rows behind certain layers, it names those as `taps`, counted from 0.
+    it wants are the rows behind certain layers, it names those as `taps`, counted from 0. In `lane_fields` it may name
+    the fields of its state whose first axis is that of the B lanes, an empty tuple if there are none: then a prefill
+    may call `extend` for fewer requests than there are lanes, in any order, with these fields for those alone.
 
     A drafter that can say what it drew its drafts from has an attribute `has_probs = True` and answers a context that
     brings a `Sampling` with `Drafts.probs`; see `propose_token`. Without it sampled requests are verified by "match".

@@ -71,6 +71,7 @@ class BlockDrafter:
     placement: Placement | None = None
     algorithm: ClassVar[str]
     has_probs: ClassVar[bool] = True
+    lane_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         if self.draft.config.algorithm != self.algorithm:

@@ -66,6 +66,7 @@ class Eagle3Drafter:
     placement: Placement | None = None
     algorithm: ClassVar[str] = "eagle"
     has_probs: ClassVar[bool] = True
+    lane_fields: ClassVar[tuple[str, ...]] = ("token", "probs", "hidden")
 
     def __post_init__(self):
         if not isinstance(self.draft, Eagle3):

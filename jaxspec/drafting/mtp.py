@@ -82,6 +82,7 @@ class MTPDrafter:
     blocks: MTPBlocks
     algorithm: ClassVar[str] = "mtp"
     has_probs: ClassVar[bool] = True
+    lane_fields: ClassVar[tuple[str, ...]] = ("tokens", "probs", "hidden", "selected")
 
     def __post_init__(self):
         if not self.blocks.layers or not all(isinstance(spec, KPoolSpec) for spec in self.blocks.layers):

@@ -1,5 +1,6 @@
 """`jaxspec.generate`: the whole way from token ids to token ids."""
 
+import dataclasses
 import numbers
 import time
 from collections.abc import Sequence
@@ -49,6 +50,66 @@ def default_verifier(drafter: Drafter | None, temperature: float | Sequence[floa
     if not any(isinstance(t, numbers.Real) and t > 0 for t in np.ravel(np.asarray(temperature, object))):
         return None
     return "rejection" if getattr(drafter, "has_probs", False) else "match"
+
+
+def settle(
+    target: Model,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | None,
+    num_draft_tokens: int,
+    max_new_tokens: int | Sequence[int] | None,
+    memory: str | None,
+    logprobs: bool | None,
+    config: SpecConfig | None,
+    temperature: float | Sequence[float],
+    verifier: str | None,
+    stop_strings: StopStrings | None,
+    batch_size: int | None = None,
+) -> tuple[list[np.ndarray], SpecConfig, int | Sequence[int] | None]:
+    """What the arguments of a call come to: the prompts as arrays, the configuration, and the limits of new tokens.
+
+    Args:
+      batch_size: B of a configuration that is made here; by default there is a lane for each prompt.
+
+    Raises:
+      InputError: arguments that are none, or that the configuration contradicts.
+    """
+    if num_draft_tokens < 1:
+        raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
+    if stop_strings is not None and not isinstance(stop_strings, StopStrings):
+        raise InputError(f"stop_strings={stop_strings!r}: wrap the texts as jaxspec.StopStrings(tokenizer, texts)")
+    if not isinstance(params, Params):
+        raise InputError(f"params is a {type(params).__name__}: wrap the weights as jaxspec.Params(target, draft)")
+    prompts = [np.asarray(prompt) for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        if prompt.ndim != 1:
+            raise InputError(
+                f"prompt {i}: expected a sequence of token ids, got shape {prompt.shape}: give a list of lists"
+            )
+    if config is None:
+        max_new_tokens = 128 if max_new_tokens is None else max_new_tokens
+        if drafter is None:
+            num_draft_tokens = 1
+        limits = np.atleast_1d(max_new_tokens).tolist()
+        config = default_config(
+            target,
+            prompts,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max(limits, default=0),
+            memory=memory or "static",
+            logprobs=bool(logprobs),
+            sampling=verifier or default_verifier(drafter, temperature),
+        )
+        if batch_size is not None:
+            config = dataclasses.replace(config, batch_size=batch_size)
+    for name, value in (("memory", memory), ("logprobs", logprobs), ("sampling", verifier)):
+        if value is not None and value != getattr(config, name):
+            raise InputError(f"{name}={value!r}: the configuration says {getattr(config, name)!r}; say it there")
+    if config.kernel_backend in ("triton", "mosaic") and (reason := declined(config.kernel_backend)):
+        raise InputError(f"kernel_backend={config.kernel_backend!r}: {reason}; leave it out, or name 'reference'")
+    return prompts, config, max_new_tokens
 
 
 def generate(
@@ -129,37 +190,20 @@ def generate(
         raise InputError("on_tokens needs loop='chunked' or 'python': the device loop hands out nothing before the end")
     if rounds_per_dispatch < 1:
         raise InputError(f"rounds_per_dispatch={rounds_per_dispatch}: must be at least 1")
-    if num_draft_tokens < 1:
-        raise InputError(f"num_draft_tokens={num_draft_tokens}: must be at least 1; 1 is plain decoding")
-    if stop_strings is not None and not isinstance(stop_strings, StopStrings):
-        raise InputError(f"stop_strings={stop_strings!r}: wrap the texts as jaxspec.StopStrings(tokenizer, texts)")
-    if not isinstance(params, Params):
-        raise InputError(f"params is a {type(params).__name__}: wrap the weights as jaxspec.Params(target, draft)")
-    prompts = [np.asarray(prompt) for prompt in prompts]
-    for i, prompt in enumerate(prompts):
-        if prompt.ndim != 1:
-            raise InputError(
-                f"prompt {i}: expected a sequence of token ids, got shape {prompt.shape}: give a list of lists"
-            )
-    if config is None:
-        max_new_tokens = 128 if max_new_tokens is None else max_new_tokens
-        if drafter is None:
-            num_draft_tokens = 1
-        limits = np.atleast_1d(max_new_tokens).tolist()
-        config = default_config(
-            target,
-            prompts,
-            num_draft_tokens=num_draft_tokens,
-            max_new_tokens=max(limits, default=0),
-            memory=memory or "static",
-            logprobs=bool(logprobs),
-            sampling=verifier or default_verifier(drafter, temperature),
-        )
-    for name, value in (("memory", memory), ("logprobs", logprobs), ("sampling", verifier)):
-        if value is not None and value != getattr(config, name):
-            raise InputError(f"{name}={value!r}: the configuration says {getattr(config, name)!r}; say it there")
-    if config.kernel_backend in ("triton", "mosaic") and (reason := declined(config.kernel_backend)):
-        raise InputError(f"kernel_backend={config.kernel_backend!r}: {reason}; leave it out, or name 'reference'")
+    prompts, config, max_new_tokens = settle(
+        target,
+        params,
+        prompts,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        max_new_tokens=max_new_tokens,
+        memory=memory,
+        logprobs=logprobs,
+        config=config,
+        temperature=temperature,
+        verifier=verifier,
+        stop_strings=stop_strings,
+    )
     if not prompts:
         return Generation(requests=[], num_draft_tokens=config.num_draft_tokens, seconds=0.0, dispatches=0)
     spec = make_spec_step(target, drafter, config)

@@ -31,6 +31,7 @@ _SETTINGS = {
         f"must be an integer in 0 .. {2**32 - 1}",
     ),
 }
+SETTING_NAMES = tuple(_SETTINGS)
 _UNUSED = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0}  # of rows without a request
 
 

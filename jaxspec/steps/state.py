@@ -116,12 +116,11 @@ def requests_of(state: SpecState) -> Requests:
     return Requests(**{name: state.packed[i] for i, name in enumerate(_REQUEST_FIELDS)})
 
 
-def _check(target: Model, drafter: Drafter | None, config: SpecConfig, prompts, limits: Sequence[int]):
+def check_requests(
+    target: Model, drafter: Drafter | None, config: SpecConfig, prompts: Sequence[np.ndarray], limits: Sequence[int]
+) -> None:
+    """Raises InputError unless each of the prompts, with its limit of new tokens, can be completed on its own."""
     layout = pool_layout(target, drafter, config) if config.memory == "unified" else None
-    if len(prompts) > config.batch_size:
-        raise InputError(
-            f"{len(prompts)} prompts do not fit batch_size={config.batch_size}: raise it or split the prompts"
-        )
     if config.context_len > target.context_len:
         raise InputError(f"context_len={config.context_len} is more than the model's {target.context_len}")
     if len(limits) != len(prompts):
@@ -218,7 +217,11 @@ def init_state(
     prompts = [np.asarray(prompt) for prompt in prompts]
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
     limits = [int(limit)] * len(prompts) if np.ndim(limit) == 0 else [int(n) for n in limit]
-    _check(target, drafter, config, prompts, limits)
+    if len(prompts) > config.batch_size:
+        raise InputError(
+            f"{len(prompts)} prompts do not fit batch_size={config.batch_size}: raise it or split the prompts"
+        )
+    check_requests(target, drafter, config, prompts, limits)
     limits = [min(limit, config.context_len) for limit in limits]  # no request can emit more; keeps them in int32
     bad = [i for i in stop_ids if not 0 <= i < target.vocab_size]
     if bad:

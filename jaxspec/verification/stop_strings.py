@@ -94,6 +94,10 @@ class StopStrings:
         state[1 : 1 + num_prompts] = starts
         return StopMatcher(jnp.asarray(column), jnp.asarray(self._table), jnp.asarray(state))
 
+    def of(self, num_prompts: int) -> list[list[str]]:
+        """The texts of each of so many prompts."""
+        return self._groups * num_prompts if self._shared else self._groups
+
     def found(self, state: int) -> str | None:
         """The text that a matcher's state says is complete, None if it says of none."""
         index = state - len(self._table)
