@@ -15,8 +15,8 @@ import tiny_models
 
 import jaxspec
 from jaxspec import InputError, Params, cli, models
+from jaxspec.benchmarks import generations, rounds, shapes, traces
 from jaxspec.benchmarks import round_problem as problem
-from jaxspec.benchmarks import rounds, shapes, traces
 from jaxspec.models import Checkpoint
 from jaxspec.steps import step
 from jaxspec.steps.step import compiler_options
@@ -50,13 +50,14 @@ def command(capsys, *words):
 
 
 def windowed(B, D, context, count):
-    """The tiny target with a window, weights of its own: (step, models, prompts)."""
+    """The tiny target with a window and a draft that is right in part of the rounds: (step, models, prompts)."""
     checkpoint = Checkpoint(tiny_models.MODULE, tiny_models.target_params(), tiny_models.CONFIG, Path("embedded"))
-    drafter = jaxspec.NgramDrafter()
+    draft = dataclasses.replace(checkpoint, params=tiny_models.draft_params())
+    drafter = jaxspec.DraftLM(tiny_models.DRAFT)
     config = problem.make_config(B, D, context, count, 4)
     spec = jaxspec.make_spec_step(checkpoint.model, drafter, config, options=tiny_models.FAST_COMPILE)
     prompts = [tiny_models.prompt(context + b)[b:] for b in range(B)]
-    return spec, problem.Models("embedded", checkpoint, None, drafter), prompts
+    return spec, problem.Models("embedded", checkpoint, draft, drafter), prompts
 
 
 def test_every_call_does_the_rounds_of_a_generation():
@@ -66,13 +67,16 @@ def test_every_call_does_the_rounds_of_a_generation():
     wanted = jaxspec.generate(spec.target, tiny.params, prompts, drafter=spec.drafter, config=spec.config)
     state = problem.make_state(spec, tiny, prompts, seed=0)
     kept = jax.tree.map(np.array, {name: getattr(state, name) for name in ("tokens", "pages", "packed", "round_log")})
+    assert tiny.target.model.layers[0].storage == "swa"
+    windows = np.array(state.cache.buffers[0])
     call = problem.rounds_of(spec, count, None)
     for _ in range(3):
         state, told = call(tiny.params, state)
-        assert (int(told.status), int(told.rounds)) == (0, count)
+        assert (int(told.status), int(told.rounds)) == (0, count) and int(told.emitted.max()) > 1
         for request, emitted in zip(wanted.requests, np.asarray(told.emitted), strict=True):
             assert emitted.tolist() == request.accept_lengths[:count]
         jax.tree.map(np.testing.assert_array_equal, {name: getattr(state, name) for name in kept}, kept)
+        np.testing.assert_array_equal(state.cache.buffers[0], windows)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -351,3 +355,77 @@ def test_an_empty_folder_takes_a_trace_and_a_full_one_does_not(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="not empty"):
         traces.check_folder(str(tmp_path))
+
+
+# Whole generations
+
+GENERATE = ["bench", "generate", "--num_requests=2", "--prompt_len=24", "--max_new_tokens=16", "--num_draft_tokens=4"]
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    root = tmp_path_factory.mktemp("out")
+    words = [*GENERATE, "--drafter=ngram", "--runs=2", f"--profile={root / 'trace'}"]
+    return bench_cases.run_for_real(words, root / "out.json"), root / "trace"
+
+
+def test_generations_with_a_drafter_are_those_without(generated):
+    (status, out, err, result), trace = generated
+    assert status == 0 and "error" not in err
+    plain, ngram = result["arms"]
+    assert (plain["drafter"], ngram["drafter"]) == ("none", "ngram")
+    assert plain["ids"] == ngram["ids"] and ngram["equal"] == 2 and {len(ids) for ids in plain["ids"]} == {16}
+    assert plain["accept_length"] == pytest.approx(16 / 15) and ngram["accept_length"] > 16 / 15
+    for arm in result["arms"]:
+        assert arm["dispatches"] == [1, 1] and len(arm["tokens_per_second"]) == 2
+    assert result["goals"][0]["met"] and "ids equal" in out and list(trace.rglob("*.xplane.pb"))
+
+
+def planted(monkeypatch, dispatches=1):
+    """Generations in which the drafter's second request differs."""
+
+    def generate(target, params, prompts, *, drafter=None, **settings):
+        ids = [[1, 2], [3, 4 if drafter is None else 5]]
+        requests = [jaxspec.RequestResult(each, "length", 1, [1], [0]) for each in ids]
+        return jaxspec.Generation(requests, 4, 0.5, dispatches)
+
+    monkeypatch.setattr(generations, "generate", generate)
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_ids_that_differ(capsys, monkeypatch, dtype, status):
+    """In float32 that is an error; in bfloat16 products of other shapes round otherwise, so it is told."""
+    planted(monkeypatch)
+    found, result, err = command(capsys, *GENERATE, "--drafter=ngram", f"--dtype={dtype}")
+    assert found == status and "1/2" in err
+    assert len(result["failures"]) == status and all("ngram" in line for line in result["failures"])
+
+
+def test_more_than_one_dispatch_is_told(capsys, monkeypatch):
+    planted(monkeypatch, dispatches=2)
+    _, result, err = command(capsys, *GENERATE, "--drafter=ngram", "--dtype=bfloat16")
+    assert result["goals"][0]["met"] is False and "MISSED" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--max_new_tokens=5000"], ["4096"]),
+        (["--drafter=mtp"], ["MTP"]),
+        (["--page_size=12"], ["page_size=12"]),
+        (["--profile=tests"], ["not empty"]),
+    ],
+)
+def test_generations_that_cannot_be_are_exit_status_2(capsys, monkeypatch, words, parts):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(generations, "execute", None)  # nothing may run
+    status, result, err = command(capsys, *GENERATE, *words)
+    assert (status, result) == (2, None)
+    *_, message = err.splitlines()
+    assert message.startswith("error: ") and all(part in message for part in parts), message
+
+
+def test_generations_of_a_model_that_does_not_fit(capsys, monkeypatch):
+    monkeypatch.setattr(generations, "memory_there", lambda: 1e10)
+    status, _, err = command(capsys, "bench", "generate", "--config=8b")
+    assert status == 2 and "config=8b" in err and "needs 34.6 GB in float32" in err

@@ -36,10 +36,9 @@ from jaxspec.benchmarks.round_problem import (
     simulate,
     weight_bytes,
 )
-from jaxspec.benchmarks.shapes import CONFIGS, is_random, memory_there
+from jaxspec.benchmarks.shapes import CONFIGS, draw_ids, is_random, memory_there
 from jaxspec.benchmarks.timing import COPY_TURNS, Chain, Samples, copy_chain
 from jaxspec.benchmarks.traces import check_folder, traced
-from jaxspec.benchmarks.unified_ab import draw_prompts
 from jaxspec.config import SpecConfig
 from jaxspec.errors import InputError
 from jaxspec.steps import SpecState, make_spec_step
@@ -215,7 +214,9 @@ def measure(
     spec = make_spec_step(models.target.model, models.drafter, config)
     table = None if rate is None else simulate(rate, settings.rounds, B, D - 1, settings.seed)
     with task(f"B={B}", "filling the cache"):
-        state = make_state(spec, models, draw_ids(settings, models, B), settings.seed)
+        state = make_state(
+            spec, models, draw_ids(settings.config, models.target, B, settings.context, settings.seed), settings.seed
+        )
     call, leaves = rounds_of(spec, settings.rounds, table), len(jax.tree.leaves(state))
     with task(f"B={B}", f"compiling {settings.rounds} rounds"):
         for _ in range(WARM_UP):
@@ -252,14 +253,6 @@ def measure(
         layers=len(spec.target.layers) + (0 if models.draft is None else models.draft.config.num_hidden_layers),
         transfers=transfers,
     )
-
-
-def draw_ids(settings: Settings, models: Models, B: int) -> Sequence[Sequence[int]]:
-    """Prompts: code for weights that know some, else random ids."""
-    if not is_random(settings.config):
-        return draw_prompts(models.target, B, settings.context, settings.seed)
-    rng = np.random.default_rng(settings.seed)
-    return rng.integers(models.target.config.vocab_size, size=(B, settings.context))
 
 
 def guarded(call: Callable, params: Any, state: SpecState, told: Any) -> tuple[SpecState, Any, str]:

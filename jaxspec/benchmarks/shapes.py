@@ -13,12 +13,15 @@ Source: the public configurations of Qwen3-8B, Qwen3-1.7B and Qwen3-0.6B.
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxspec.benchmarks.unified_ab import draw_prompts
 from jaxspec.models import Checkpoint, Qwen3Config, load
 from jaxspec.models.checkpoint import make_module
 
@@ -80,6 +83,13 @@ def random_model(name: str, config: Qwen3Config, dtype: str, seed: int | None) -
     """A model of a shape with weights that mean nothing, or with their shapes; it has no folder and no tokenizer."""
     params = weight_shapes(config, dtype) if seed is None else random_weights(config, dtype, seed)
     return Checkpoint(make_module(config, jnp.dtype(dtype)), params, config, Path(name))
+
+
+def draw_ids(name: str, target: Checkpoint, count: int, length: int, seed: int) -> Sequence[Sequence[int]]:
+    """Prompts for a configuration's target: code for weights that know some, else random ids."""
+    if not is_random(name):
+        return draw_prompts(target, count, length, seed)
+    return np.random.default_rng(seed).integers(target.config.vocab_size, size=(count, length)).tolist()
 
 
 def weight_shapes(config: Qwen3Config, dtype: str) -> dict[str, Any]:
