@@ -6,7 +6,17 @@ A benchmark is a module with a SUMMARY, a frozen dataclass `Settings` whose fiel
 command line needs to know of it.
 """
 
-from jaxspec.benchmarks import acceptance, attention, fusion_ab, launches, metadata, pool_size, unified_ab
+from jaxspec.benchmarks import (
+    acceptance,
+    attention,
+    fusion_ab,
+    generations,
+    launches,
+    metadata,
+    pool_size,
+    rounds,
+    unified_ab,
+)
 
 __all__ = ["BENCHMARKS"]
 
@@ -14,8 +24,10 @@ BENCHMARKS = {
     "acceptance": acceptance,
     "attention": attention,
     "fusion-ab": fusion_ab,
+    "generate": generations,
     "launches": launches,
     "metadata": metadata,
     "pool-size": pool_size,
+    "round": rounds,
     "unified-ab": unified_ab,
 }

@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.benchmarks.attention_problem import (
     FLOOR,
@@ -45,7 +44,7 @@ from jaxspec.benchmarks.attention_problem import (
     relative_error,
 )
 from jaxspec.benchmarks.base import Report, Task, quiet, setting
-from jaxspec.benchmarks.timing import Chain, Samples, jit_chain
+from jaxspec.benchmarks.timing import COPY_TURNS, Chain, Samples, copy_chain, jit_chain
 from jaxspec.errors import InputError
 from pallas_kernels import backend as backends
 
@@ -60,7 +59,6 @@ GROWTH = 1.15  # of the time from the fewest rows to the most, at
 LONG = 32768  # tokens of context or more
 WINDOWS = 8  # windows or more are in a context where one is timed
 CALL_BYTES, LEAST_TURNS, MOST_TURNS = 16e9, 4, 200  # live bytes that a call goes through, and bounds of its turns
-COPY_TURNS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,16 +249,6 @@ def arguments(problem: Problem, pages: int) -> tuple:
 def lower(problem: Problem, attend: Attend | None, turns: int, pages: int) -> jax.stages.Lowered:
     """The loop of an arm, lowered for this machine; the pool has so many pages."""
     return jit_chain(chained(attend, turns)).lower(*arguments(problem, pages))
-
-
-def copy_chain(size: int) -> Chain:
-    """A loop that reads and writes an array of `size` bytes in each turn."""
-
-    def copying(x, none, nothing, turns):
-        # How often is not known to the compiler, so no two turns become one.
-        return lax.fori_loop(0, turns, lambda _, x: x + 1, x), none, nothing
-
-    return Chain(jit_chain(copying), (jnp.zeros(size // 4, jnp.float32), (), ()), jnp.int32(COPY_TURNS), COPY_TURNS)
 
 
 def measure(

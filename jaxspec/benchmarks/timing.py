@@ -38,6 +38,7 @@ Step = Callable[[Vectors, Any, Any], tuple[Vectors, Any]]
 
 BLOCK = 256  # requests a program of the touch moves
 WARM_UP = 2  # calls of a chain after each move that are not timed
+COPY_TURNS = 8  # turns a call of the copy
 SPACERS, SPACER = 3, 1 << 16  # arrays put between old and new places, and the largest in cells
 
 
@@ -224,6 +225,16 @@ def compile_all(works: Mapping[Any, Work], *, steps: int, turns: int, backend: s
             name: Chain(compiled.result(), arguments[:3], arguments[3], steps * turns)
             for name, (compiled, arguments) in started.items()
         }
+
+
+def copy_chain(size: int) -> Chain:
+    """A loop that reads and writes an array of `size` bytes in each turn."""
+
+    def copying(x, none, nothing, turns):
+        # How often is not known to the compiler, so no two turns become one.
+        return lax.fori_loop(0, turns, lambda _, x: x + 1, x), none, nothing
+
+    return Chain(jit_chain(copying), (jnp.zeros(size // 4, jnp.float32), (), ()), jnp.int32(COPY_TURNS), COPY_TURNS)
 
 
 @dataclasses.dataclass(frozen=True)
