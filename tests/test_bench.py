@@ -252,8 +252,8 @@ def test_without_a_known_name_there_is_one_line(capsys, words):
     out, err = capsys.readouterr()
     assert out == ""
     names = (
-        "generate, doctor, bench acceptance, bench attention, bench fusion-ab, bench generate, bench launches, "
-        "bench metadata, bench pool-size, bench round, bench unified-ab"
+        "generate, generate-many, doctor, bench acceptance, bench attention, bench fusion-ab, bench generate, "
+        "bench launches, bench metadata, bench pool-size, bench round, bench unified-ab"
     )
     assert err == f"error: {' '.join(words)!r} is no command: there are {names}\n"
 

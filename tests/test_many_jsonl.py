@@ -141,6 +141,9 @@ from tiny_models import FAST_COMPILE
 jaxspec.steps.step.compiler_options = lambda: FAST_COMPILE
 from test_many_jsonl import start
 
+# A process that a shell has put into the background begins with interrupts ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def progress(now):
     if now.finished >= 3:
         os.kill(os.getpid(), signal.{signal})

@@ -12,7 +12,7 @@ from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_table, take_back
 from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
 from jaxspec.steps.settings import lane_settings
-from jaxspec.steps.state import WAITING, SpecState, requests_of
+from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
 from jaxspec.verification import greedy_token, sample_token
 from pallas_kernels import PackedMetadata
 
@@ -107,6 +107,14 @@ class _Lanes(NamedTuple):
         """Whether the chunk has fewer places than there are lanes."""
         return self.rows.size < self.present.size
 
+    def numbers(self, values: Array) -> Array:
+        """int32[R] -> int32[N], of each request's row; 0 where there is none. Of all lanes a slice, which XLA fuses."""
+        return jnp.where(self.rows > 0, values[self.rows] if self.narrow else values[1:], 0)
+
+    def add(self, values: Array, more: Array) -> Array:
+        """int32[R], to which int32[N] is added, 0 where there is no request."""
+        return values.at[self.rows].add(more) if self.narrow else values + lanes_to_rows(more)
+
     def gather(self, lanes: Array) -> Array:
         """[B, ...] -> [N, ...]; where there is no request, what lane 0 has."""
         return lanes[jnp.maximum(self.rows - 1, 0)] if self.narrow else lanes
@@ -142,8 +150,8 @@ def prefill_chunk(
     """
     config, C = spec.config, spec.config.prefill_chunk
     requests, lanes = requests_of(state), _Lanes.of(rows, spec.config.batch_size)
-    seq_lens = jnp.where(rows > 0, requests.seq_len[rows], 0)
-    extend_lens = jnp.where(rows > 0, jnp.minimum(requests.prompt_len[rows] - seq_lens, C), 0)
+    seq_lens = lanes.numbers(requests.seq_len)
+    extend_lens = jnp.minimum(lanes.numbers(requests.prompt_len) - seq_lens, C)
 
     pages, cache, _ = state.pages.allocate(
         state.cache, rows, seq_lens + extend_lens, max_new=pages_per_chunk(config), backend=config.kernel_backend
@@ -171,7 +179,7 @@ def prefill_chunk(
         cache, draft_state = take_back(cache, draft_state)
     logits, hidden, cache = spec.target.apply(params.target, tokens, metadata.window.positions, cache, metadata)
 
-    requests = requests.replace(seq_len=requests.seq_len.at[rows].add(extend_lens))
+    requests = requests.replace(seq_len=lanes.add(requests.seq_len, extend_lens))
     through = lanes.present & (requests.seq_len[1:] == requests.prompt_len[1:])
     sampling = lane_settings(state)
     if sampling is None:
