@@ -14,6 +14,11 @@ Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of queries and rows that the kernel takes; the reference takes any
 
 
+def backend_for(backend: str | None, q: Array, rows: PagedRows) -> str | None:
+    """`backend`, or where none is named 'reference' for dtypes that the kernel does not take."""
+    return "reference" if backend is None and not {q.dtype.name, rows.place.dtype} <= set(DTYPES) else backend
+
+
 def paged_attention(
     q: Array,
     rows: PagedRows,
@@ -77,12 +82,10 @@ def paged_attention(
     how = dict(by_slot=granularity == "token", window=window, causal=causal, scale=scale)
     if q.size == 0 or page_table.size == 0:
         return jnp.zeros((B, D, H, place.out_dim), q.dtype)
-    if backend is None and not {q.dtype.name, place.dtype} <= set(DTYPES):
-        backend = "reference"
     plan = Plan(B=B, D=D, H=H, P=page_table.shape[1], rows=place, dtype=q.dtype.name, **how)
     return dispatch(
         "paged_attention",
-        backend,
+        backend_for(backend, q, rows),
         functools.partial(paged_kernel.attend, plan),
         functools.partial(_reference, **how),
         (q, rows, page_table, positions, cache_seqlens),

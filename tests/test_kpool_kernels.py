@@ -1,7 +1,6 @@
 """The kernels of the selection step inside a sparse layer: interpreted, they pick the tokens that the reference picks,
 over separate buffers and over one pool."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick_compile
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxspec.attention import IndexRows, attend_pooled
+from jaxspec.attention import IndexRows, attend_pooled, attend_selected
 from jaxspec.attention.selection import pool_scores, select_pools
 from jaxspec.cache import KPoolSpec, LayerSpec, PoolLayout, init_cache, init_pool
 from jaxspec.metadata import KPool, draft_extend_metadata, verify_layout
@@ -26,17 +26,6 @@ DTYPES = {"static": "float32", "unified": "float32", "unified, pairs": "bfloat16
 EXTEND = [[20, 9, 20], [7, 0, 20], [20, 0, 20], [0, 1, 20], [4, 0, 20], [5, 2, 13], [1, 0, 20]]  # rows of each forward
 each_memory = pytest.mark.parametrize("memory", DTYPES)
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
-
-
-@dataclasses.dataclass(frozen=True)
-class With:
-    """Metadata that name a backend."""
-
-    metadata: object
-    backend: str | None
-
-    def __getattr__(self, name):
-        return getattr(self.metadata, name)
 
 
 def empty(memory):
@@ -64,7 +53,7 @@ def tables(cache, rng):
 @functools.partial(jax.jit, static_argnames="backend", compiler_options=quick_compile.options())
 def forward(cache, rows, metadata, backend):
     index = IndexRows(rows["query"], rows["weight"], rows["key"], rows["score"], rows["ape"])
-    return attend_pooled(cache, 1, rows["q"], rows["k"][:, :, None], None, index, With(metadata, backend))
+    return attend_pooled(cache, 1, rows["q"], rows["k"][:, :, None], None, index, metadata.replace(backend=backend))
 
 
 @functools.cache
@@ -159,3 +148,17 @@ def test_a_compiled_backend_of_the_lane_language_leaves_the_scores_to_the_platfo
     assert set(seen) == {"mosaic"}
     for left, right in zip(found, forwards("static", "reference")[0], strict=True):
         np.testing.assert_array_equal(left[1], right[1])
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", True), ("float64", False)])
+def test_what_the_kernel_does_not_take_is_gathered_on_a_gpu_too(dtype, kernels):
+    with jax.enable_x64(True):
+        layers = (KPoolSpec(1, 32, value_dim=0).with_rows(2),)
+        cache = init_cache(layers, page_size=8, num_pages=5, num_swa_pages=1, num_states=2, dtype=dtype)
+        q, slots = jnp.ones((1, 2, 2, 32), dtype), jnp.arange(18, dtype=jnp.int32).reshape(1, 2, 9)
+        call = jax.jit(lambda *rows: attend_selected(rows[0], 0, *rows[1:]))
+        arguments = cache, q, slots, jnp.full((1, 2), 4, jnp.int32)
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))):
+            text = call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("xla.gpu.triton" in text) is kernels
+        assert call(*arguments).dtype == dtype

@@ -27,6 +27,7 @@ from jaxspec.metadata import KPoolMetadata
 from jaxspec.metadata.ids import unmarked
 from pallas_kernels import PagedRows, paged_attention, pool_scores, top_ids
 from pallas_kernels.dispatch import dispatch, supported
+from pallas_kernels.paged_attention import backend_for
 
 Array = jax.Array
 Cache = KVCache | PoolCache
@@ -133,7 +134,9 @@ def attend_selected(
     """
     scale = float(cache.layers[layer].head_dim ** -0.5 if scale is None else scale)
     kernel, gather = (functools.partial(f, scale=scale) for f in (_selected_in_place, _selected_gathered))
-    return dispatch("attend_selected", supported(backend), kernel, gather, (q, cache.rows(layer), slots, count))
+    rows = cache.rows(layer)
+    backend = backend_for(supported(backend), q, rows)
+    return dispatch("attend_selected", backend, kernel, gather, (q, rows, slots, count))
 
 
 def _selected_in_place(q: Array, rows: PagedRows, slots: Array, count: Array, *, scale: float, interpret: bool):
