@@ -18,6 +18,7 @@
     kpool_ragged_layout     the index pages of a prefill side by side, and the pools that each query row sees
     top_ids                 the ids of the best scores of each row
     pool_scores             scores of pooled keys, read page by page
+    row_products            a few rows times matrices of a layer, gated or side by side
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
@@ -50,6 +51,7 @@ from pallas_kernels.page_zero import page_zero
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.pool_scores import PagedIndex, pool_scores
+from pallas_kernels.row_products import row_products
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
 from pallas_kernels.top_ids import top_ids
@@ -95,6 +97,7 @@ __all__ = [
     "paged_attention",
     "pool_scores",
     "replay_state_indices",
+    "row_products",
     "state_scatter",
     "top_ids",
 ]

@@ -38,6 +38,7 @@ from jaxspec.models.glm import Glm, GlmMTP
 from jaxspec.models.hybrid import Hybrid
 from jaxspec.models.hybrid_config import LINEAR
 from jaxspec.models.qwen3 import Qwen3
+from jaxspec.models.rows import Rows
 from jaxspec.recurrent import recur
 
 Array = jax.Array
@@ -138,7 +139,7 @@ class FlaxApply:
         def advance(layer, update, cache):
             return recur(cache, layer, update, metadata)
 
-        carried = {} if isinstance(self.module, Qwen3) else {"recur": advance}
+        carried = {"rows": Rows(metadata.backend)} if isinstance(self.module, Qwen3) else {"recur": advance}
         joined = select_and_attend if isinstance(self.module, Glm) else store_and_attend
         rows = metadata.logit_rows
         return self.module.apply(params, tokens, positions, joined, cache, logit_rows=rows, taps=self.taps, **carried)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.models.config import Qwen3Config
+from jaxspec.models.rows import PLAIN, Rows
 
 # attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -76,7 +77,7 @@ class Qwen3Layer(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x, cos, sin, attend: Attend, cache):
+    def __call__(self, x, cos, sin, attend: Attend, cache, rows: Rows):
         config, dtype = self.config, self.dtype
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
@@ -84,25 +85,26 @@ class Qwen3Layer(nn.Module):
             scale = self.param(name, nn.initializers.ones_init(), (value.shape[-1],))
             return rms_norm(value, scale, config.rms_norm_eps, dtype)
 
-        def project(name, value, width):
-            return dot(value, self.param(name, _matrix_init, (value.shape[-1], width)), dtype)
+        def weight(name, height, width):
+            return self.param(name, _matrix_init, (height, width))
 
         def split_heads(value, count):
             return value.reshape(*value.shape[:-1], count, head_dim)
 
         normed = norm("input_layernorm", x)
-        q = split_heads(project("q_proj", normed, heads * head_dim), heads)
-        k = split_heads(project("k_proj", normed, kv_heads * head_dim), kv_heads)
-        v = split_heads(project("v_proj", normed, kv_heads * head_dim), kv_heads)
-        q = rotate(norm("q_norm", q), cos, sin)
-        k = rotate(norm("k_norm", k), cos, sin)
-        out, cache = attend(self.layer, q, k, v, cache)
-        x = x + project("o_proj", out.reshape(*x.shape[:-1], heads * head_dim), config.hidden_size)
+        widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        weights = tuple(weight(name, config.hidden_size, width) for name, width in widths.items())
+        q, k, v = rows.products(normed, weights, dtype)
+        q = rotate(norm("q_norm", split_heads(q, heads)), cos, sin)
+        k = rotate(norm("k_norm", split_heads(k, kv_heads)), cos, sin)
+        out, cache = attend(self.layer, q, k, split_heads(v, kv_heads), cache)
+        out = out.reshape(*x.shape[:-1], heads * head_dim)
+        x = x + dot(out, weight("o_proj", heads * head_dim, config.hidden_size), dtype)
 
         normed = norm("post_attention_layernorm", x)
-        gate = project("gate_proj", normed, config.intermediate_size)
-        up = project("up_proj", normed, config.intermediate_size)
-        return x + project("down_proj", nn.silu(gate) * up, config.hidden_size), cache
+        gate, up = (weight(name, config.hidden_size, config.intermediate_size) for name in ("gate_proj", "up_proj"))
+        inner = rows.gated(normed, gate, up, dtype)
+        return x + dot(inner, weight("down_proj", config.intermediate_size, config.hidden_size), dtype), cache
 
 
 class Qwen3(nn.Module):
@@ -142,6 +144,7 @@ class Qwen3(nn.Module):
         cache: Any = None,
         logit_rows: jax.Array | None = None,
         taps: tuple[int, ...] = (),
+        rows: Rows = PLAIN,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the model over B requests of T rows.
 
@@ -154,6 +157,7 @@ class Qwen3(nn.Module):
           cache: handed to the first call of `attend`, then from call to call; any pytree, or None.
           logit_rows: int32 [B, K], rows 0 to T - 1 whose logits are wanted; None means all T.
           taps: m layers, 0 to L - 1 (static), whose features are wanted in place of the normed stream.
+          rows: who multiplies rows with the weights (static).
 
         Returns:
           logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or, with taps,
@@ -166,7 +170,7 @@ class Qwen3(nn.Module):
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
         streams = []
         for layer in range(config.num_hidden_layers):
-            x, cache = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")(x, cos, sin, attend, cache)
+            x, cache = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")(x, cos, sin, attend, cache, rows)
             streams.append(x)
         scale = self.param("norm", nn.initializers.ones_init(), (config.hidden_size,))
         hidden = rms_norm(x, scale, config.rms_norm_eps, dtype)
