@@ -34,8 +34,9 @@ KERNELS = (
     "kpool_ragged_layout",
     "top_ids",
     "pool_scores",
+    "head_rotary",
 )
-TILED = ("paged_attention", "pool_scores")  # those of tiles, which `dispatch` runs: Triton or the reference
+TILED = ("paged_attention", "pool_scores", "head_rotary")  # which `dispatch` runs: Triton or the reference
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 
