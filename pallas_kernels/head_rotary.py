@@ -159,6 +159,15 @@ class _Part(NamedTuple):
         return -(-self.heads // self.tile)
 
 
+def _parts(heads: list[int], widest: int) -> tuple[list[_Part], int]:
+    """What the programs of a row take, one kind of heads after the other, and how many programs there are."""
+    parts, programs = [], 0
+    for count in heads:
+        parts.append(_Part(count, max(1, min(HEADS, _power(count), CELLS // widest)), programs))
+        programs += parts[-1].programs
+    return parts, programs
+
+
 def _power(count: int) -> int:
     """The next power of two."""
     return 1 << max(0, count - 1).bit_length()
@@ -167,13 +176,8 @@ def _power(count: int) -> int:
 def _kernel(q, k, cos, sin, q_scale, k_scale, *, eps: float, interpret: bool):
     N, _, head_dim = q.shape
     widest = _power(max(width for _, width in _sections(head_dim, cos.shape[1])))
-    parts, operands, programs = [], [], 0
-    for x, scale in ((q, q_scale), (k, k_scale)):
-        heads = x.shape[1]
-        if heads:
-            parts.append(_Part(heads, max(1, min(HEADS, _power(heads), CELLS // widest)), programs))
-            operands.append((x.reshape(N * heads, head_dim), scale))
-            programs += parts[-1].programs
+    operands = [(x.reshape(-1, head_dim), scale) for x, scale in ((q, q_scale), (k, k_scale)) if x.size]
+    parts, programs = _parts([x.shape[1] for x in (q, k) if x.size], widest)
     accesses = max(part.tile for part in parts) * widest * q.dtype.itemsize // ACCESS
     arguments, structure = jax.tree.flatten((operands, cos, sin))
 
