@@ -73,12 +73,11 @@ def head_rotary(
     those of the "Qwen3 Technical Report" (arXiv 2505.09388). The design is ours.
 
     >>> import jax.numpy as jnp
-    >>> q, k = jnp.array([[[3.0, 4.0, 5.0]]]), jnp.array([[[8.0, 0.0, 6.0]]])  # one row, a head each
+    >>> q, k = jnp.array([[[3.0, 4.0, 5.0]]]), jnp.array([[[2.0, 2.0, 2.0]]])  # one row, a head each
     >>> cos, sin = jnp.zeros((1, 1)), jnp.ones((1, 1))  # a quarter turn of the first two channels
-    >>> head_rotary(q, k, cos, sin)[0].tolist()
-    [[[-4.0, 3.0, 5.0]]]
-    >>> head_rotary(q, k, cos, sin, k_scale=jnp.full(3, 10.0))[1].round(2).tolist()
-    [[[-0.0, 13.86, 10.39]]]
+    >>> q, k = head_rotary(q, k, cos, sin, k_scale=jnp.array([10.0, 20.0, 30.0]), eps=0.0)
+    >>> q.tolist(), k.tolist()
+    ([[[-4.0, 3.0, 5.0]]], [[[-20.0, 10.0, 30.0]]])
     """
     backends.check(backend)
     _check(q, k, cos, sin, q_scale, k_scale)
