@@ -19,6 +19,7 @@
     top_ids                 the ids of the best scores of each row
     pool_scores             scores of pooled keys, read page by page
     row_products            a few rows times matrices of a layer, gated or side by side
+    head_rotary             norms and rotates the heads of queries and keys
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
@@ -26,7 +27,7 @@
 
 Destinations are arrays, Views of wider buffers, or PackedMetadata (one buffer of a MetadataLayout), and results alias
 them when they are donated. Each kernel is written once in the language of lanes.py, or in Pallas Triton where it
-multiplies tiles (dispatch.py); `backend` says who runs it. This package knows nothing of jaxspec.
+works on tiles (dispatch.py); `backend` says who runs it. This package knows nothing of jaxspec.
 """
 
 from pallas_kernels.backend import BACKENDS, KERNELS, BackendChoice, explain_backends
@@ -43,6 +44,7 @@ from pallas_kernels.checked import KernelFault
 from pallas_kernels.context_rows import commit_context_rows
 from pallas_kernels.decode import decode_lengths, decode_metadata, draft_extend_metadata
 from pallas_kernels.forward import forward_metadata
+from pallas_kernels.head_rotary import head_rotary
 from pallas_kernels.kpool_call import kpool_metadata_fusion_supported
 from pallas_kernels.kpool_modes import kpool_decode, kpool_draft_extend, kpool_verify, kpool_write_plan
 from pallas_kernels.kpool_selection import RaggedLayout, kpool_append_tail, kpool_ragged_layout
@@ -84,6 +86,7 @@ __all__ = [
     "explain_backends",
     "extend_cache_locs",
     "forward_metadata",
+    "head_rotary",
     "kpool_append_tail",
     "kpool_decode",
     "kpool_draft_extend",

@@ -1,4 +1,4 @@
-"""Who runs a kernel that is written in Pallas Triton itself, in tiles with matrix products, not in the lane language.
+"""Who runs a kernel that is written in Pallas Triton itself, in tiles, not in the lane language.
 
 Such a kernel has two executors, `triton` and `interpret`, beside its jnp reference; `mosaic` and `checked` run the lane
 language only. Everything else is as in `pallas_kernels.backend`.

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import kernel_attention as attention
 import kernel_calls
 import numpy as np
+import test_head_rotary
 import test_pool_scores
 import test_top_ids
 
 from pallas_kernels import backend as backends
-from pallas_kernels import paged_attention, paged_kernel, pool_scores, top_ids
+from pallas_kernels import head_rotary, paged_attention, paged_kernel, pool_scores, top_ids
 from pallas_kernels.dispatch import LANES_ONLY
 from pallas_kernels.paged_plan import SIZES
 
@@ -103,6 +104,15 @@ def score(backend, storage, **sizes):
     np.testing.assert_array_equal(np.asarray(actual)[seen], np.asarray(expected)[seen])
 
 
+def turn(backend, **sizes):
+    problem = test_head_rotary.Problem(np.random.default_rng(0), **sizes)
+    arguments = [jnp.asarray(x) for x in (problem.q, problem.k, problem.cos, problem.sin)]
+    scales = {name: jnp.asarray(getattr(problem, name)) for name in ("q_scale", "k_scale")}
+    expected = head_rotary(*arguments, **scales, backend="reference")
+    actual = head_rotary(*arguments, **scales, backend=backend)
+    test_head_rotary.assert_near(*(tuple(map(np.asarray, found)) for found in (actual, expected)))
+
+
 def select(backend, count, budget):
     """Lengths below nothing and past the end, too; NaN behind the live scores."""
     rng = np.random.default_rng(count)
@@ -156,6 +166,8 @@ PRODUCTS = {  # name: call of a backend, which compares it with the reference; '
     ),
     "pool scores": functools.partial(score, storage="bytes, a page a row", P=3, pools=64),
     "pool scores, short rows": functools.partial(score, storage="pairs, half a key a row"),
+    "head rotary": functools.partial(turn, Hq=32, Hkv=8, head_dim=128, half=64),
+    "head rotary, masks": functools.partial(turn, Hq=9, Hkv=3, head_dim=43, half=10, dtype="float16"),
 }
 SELECTIONS = {
     "top ids": functools.partial(select, count=300, budget=7),
