@@ -62,7 +62,7 @@ def _span(plan: Plan, positions, lens, request, tile):
         lo = jnp.minimum(jnp.maximum(oldest - (plan.window - 1), 0), hi)
     count = hi - lo
     usual = min(plan.usual_parts, plan.parts)
-    parts = jnp.clip(lax.div(count, np.int32(plan.sizes.least_keys)), 1, usual)
+    parts = jnp.clip(_cdiv(count, plan.sizes.least_keys), 1, usual)
     parts = jnp.clip(_cdiv(count, plan.sizes.most_keys), parts, plan.parts)
     blocks = _cdiv(count, plan.block)
     return at, lo, hi, jnp.maximum(lax.div(blocks + parts - 1, parts), 1) * plan.block

@@ -170,7 +170,7 @@ class Plan:
 
         good = (parts for parts in range(least, most + 1) if in_use(parts) >= self.sizes.full_wave)
         usual = next(good, max(range(least, most + 1), key=in_use))
-        return max(1, min(usual, self._keys // self.sizes.least_keys))
+        return max(1, min(usual, -(-self._keys // self.sizes.least_keys)))
 
     @functools.cached_property
     def parts(self) -> int:

@@ -179,6 +179,7 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
     real = None if rows == plan.N else row < plan.N
     each = 2 if plan.gated else 1
     turns = -(-plan.K // sizes.depth)
+    limit = plan.K if plan.K % sizes.depth else None
     sums, first, places = (jnp.zeros((rows, sizes.columns), jnp.float32),) * each, 0, []
     for number, (out, blocks) in enumerate(zip(outs, plan.blocks, strict=True)):
         block, mine = program - first, None
@@ -187,10 +188,11 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
             block = jnp.where(mine, block, 0)
         column = lax.iota(jnp.int32, sizes.columns) + block * sizes.columns
         inside = None if out.shape[1] % sizes.columns == 0 else column < out.shape[1]
-        step = functools.partial(_step, plan, x, matrices[each * number : each * (number + 1)], row, column)
+        own = matrices[each * number : each * (number + 1)]
+        step = functools.partial(product_step, limit, sizes.depth, x, own, row, column, real, inside, 0)
         # A loop for each output, of no turns but for the program's own: in a branch its loads would not be pipelined.
         count = np.int32(turns) if mine is None else mine.astype(jnp.int32) * np.int32(turns)
-        sums = lax.fori_loop(np.int32(0), count, functools.partial(step, real, inside), sums)
+        sums = lax.fori_loop(np.int32(0), count, step, sums)
         places.append((out, column, inside, mine))
         first += blocks
     result = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if plan.gated else sums[0]
@@ -198,28 +200,33 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
         live = real
         if mine is not None:
             live = jnp.broadcast_to(mine, (rows,)) if real is None else real & mine
-        index, mask = _tile(row, column, live, inside)
+        index, mask = tile_of(row, column, live, inside)
         pltriton.store(out.at[index], result.astype(out.dtype), mask=mask)
 
 
-def _step(plan: Plan, x, matrices, row, column, real, inside, turn, sums):
-    """The sums with one more piece of the contraction."""
-    k = lax.iota(jnp.int32, plan.sizes.depth) + turn * plan.sizes.depth
-    there = None if plan.K % plan.sizes.depth == 0 else k < plan.K
-    values = _load(x, row, k, real, there)
-    return tuple(
-        total
-        + lax.dot_general(
-            values,
-            _load(matrix, k, column, there, inside),
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-        for total, matrix in zip(sums, matrices, strict=True)
-    )
+def product_step(limit: int | None, depth: int, x, matrices, row, column, real, inside, start, turn, sums):
+    """The sums [row, column] of x @ matrix, of each matrix, with one more piece of the contraction.
+
+    Args:
+      limit: K, what is summed over, where a piece may end behind it; None where none does.
+      depth: of a piece.
+      real, inside: rows and columns that there are; None for all.
+      start: where the pieces start, a multiple of `depth`.
+      turn: number of the piece.
+    """
+    k = lax.iota(jnp.int32, depth) + (start + turn * depth)
+    there = None if limit is None else k < limit
+    values = load_tile(x, row, k, real, there)
+    dimensions = (((1,), (0,)), ((), ()))
+
+    def product(matrix):
+        tile = load_tile(matrix, k, column, there, inside)
+        return lax.dot_general(values, tile, dimensions, preferred_element_type=jnp.float32)
+
+    return tuple(total + product(matrix) for total, matrix in zip(sums, matrices, strict=True))
 
 
-def _tile(row, column, real, inside):
+def tile_of(row, column, real, inside):
     """Indices of a tile of a 2-D array and its mask; None stands for all."""
     shape, mask = (row.shape[0], column.shape[0]), None
     if real is not None:
@@ -230,6 +237,7 @@ def _tile(row, column, real, inside):
     return (jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)), mask
 
 
-def _load(ref, row, column, real, inside):
-    index, mask = _tile(row, column, real, inside)
+def load_tile(ref, row, column, real, inside):
+    """A tile of a 2-D array, zeros where there is nothing."""
+    index, mask = tile_of(row, column, real, inside)
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))

@@ -14,7 +14,8 @@ from jaxspec.errors import InputError
 from jaxspec.models.block_config import BlockDraftConfig
 from jaxspec.models.block_draft import BlockDraft
 from jaxspec.models.block_format import default_target_layers, read_block_config
-from jaxspec.models.qwen3 import rms_norm, rotary_angles, rotate
+from jaxspec.models.qwen3 import rotary_angles, rotate
+from jaxspec.models.rows import rms_norm
 
 # The network
 

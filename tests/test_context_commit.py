@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxspec.cache import KPoolSpec, LayerSpec, PoolLayout, StatePart, StateSpec, init_cache, init_pool
 from jaxspec.cache.context import commit_context
 from jaxspec.metadata import Ids
-from jaxspec.models.qwen3 import rms_norm, rotary_angles, rotate
+from jaxspec.models.qwen3 import rotary_angles, rotate
+from jaxspec.models.rows import rms_norm
 
 B, D, HEADS, WIDTH, PAGE, EPS = 4, 3, 2, 16, 4, 1e-6
 FULL, SWA = LayerSpec(HEADS, WIDTH), LayerSpec(HEADS, WIDTH, 8, "swa")

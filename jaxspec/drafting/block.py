@@ -37,6 +37,7 @@ from jaxspec.metadata.ids import unmarked
 from jaxspec.models.block_draft import BlockDraft, rounded
 from jaxspec.models.contract import Model
 from jaxspec.models.qwen3 import rotary_angles
+from jaxspec.models.rows import Rows
 from jaxspec.verification import Sampling
 
 Array = jax.Array
@@ -167,7 +168,8 @@ class BlockDrafter:
 
         first = jnp.arange(rows, dtype=jnp.int32) == 0
         tokens = jnp.where(first, context.anchor[:, None], draft.config.mask_token_id)
-        hidden, cache = draft.rows(params, tokens, positions, attend, state.cache)
+        multiply = Rows(metadata.backend)
+        hidden, cache = draft.rows(params, tokens, positions, attend, state.cache, multiply)
         logits = draft.logits(params, hidden[:, rows - num_drafts :])
         tokens, probs = self.choose(params, logits, context.anchor, context.sampling, context.seq_lens)
         count = jnp.full(context.anchor.shape, num_drafts, jnp.int32)

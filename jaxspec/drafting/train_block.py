@@ -24,7 +24,8 @@ from jaxspec.models.block_draft import BlockDraft
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.draft_checkpoint import load_draft, random_draft_params, save_draft
 from jaxspec.models.hybrid import Hybrid
-from jaxspec.models.qwen3 import rms_norm, rotary_angles, rotate
+from jaxspec.models.qwen3 import rotary_angles, rotate
+from jaxspec.models.rows import rms_norm
 
 Array = jax.Array
 

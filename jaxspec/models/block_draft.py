@@ -18,7 +18,8 @@ from jax import lax
 
 from jaxspec.cache import LayerSpec
 from jaxspec.models.block_config import BlockDraftConfig
-from jaxspec.models.qwen3 import Attend, Qwen3Layer, dot, rms_norm, rotary_angles
+from jaxspec.models.qwen3 import Attend, Qwen3Layer, dot, rotary_angles
+from jaxspec.models.rows import PLAIN, Rows, Stream, rms_norm
 
 Array = jax.Array
 
@@ -93,7 +94,13 @@ class BlockDraft:
         return jnp.stack([tree[f"layers_{layer}"]["k_norm"] for layer in range(self.config.num_hidden_layers)])
 
     def rows(
-        self, params: Any, tokens: Array, positions: Array, attend: Attend, cache: Any = None
+        self,
+        params: Any,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        cache: Any = None,
+        multiply: Rows = PLAIN,
     ) -> tuple[Array, Any]:
         """Runs the layers over a block.
 
@@ -105,6 +112,7 @@ class BlockDraft:
             `Qwen3`, keys normed and rotated. It decides what a row sees: the context in front of the block, cut by the
             layer's window, and the block, up to the row itself where `causal(layer)`.
           cache: handed from call to call.
+          multiply: who multiplies rows with the weights.
 
         Returns:
           hidden `dtype` [B, q, H], the stream after the final norm, and the last cache.
@@ -112,10 +120,12 @@ class BlockDraft:
         config, tree = self.config, params["draft"]
         x = jnp.take(params["embed_tokens"], tokens, axis=0, mode="clip").astype(self.dtype)
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
+        stream = Stream(x)
         for layer in range(config.num_hidden_layers):
             block = Qwen3Layer(config, layer, self.dtype)
-            x, cache = block.apply({"params": tree[f"layers_{layer}"]}, x, cos, sin, attend, cache)
-        return rms_norm(x, tree["norm"], config.rms_norm_eps, self.dtype), cache
+            params = {"params": tree[f"layers_{layer}"]}
+            _, stream, cache = block.apply(params, stream, cos, sin, attend, cache, multiply)
+        return multiply.norm(stream, tree["norm"], config.rms_norm_eps, self.dtype)[1], cache
 
     def logits(self, params: Any, hidden: Array) -> Array:
         """float32[B, q, V] of hidden rows [B, q, H] by the target's head, each the nearest number of `dtype`."""

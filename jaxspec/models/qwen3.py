@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.models.config import Qwen3Config
-from jaxspec.models.rows import PLAIN, Rows
+from jaxspec.models.rows import PLAIN, Rows, Stream
 
 # attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -38,13 +38,6 @@ def dot(x: jax.Array, weight: jax.Array, dtype: Any, *, transposed: bool = False
         rows, weight.astype(dtype), contract, precision=precision, preferred_element_type=out_dtype or dtype
     )
     return out.reshape(*x.shape[:-1], out.shape[-1])
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """`x [..., N]` over its root mean square along N, times `scale [N]`; float32 inside, `dtype` outside."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(dtype)
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -70,20 +63,23 @@ def _matrix_init(key, shape, dtype=jnp.float32):
 
 
 class Qwen3Layer(nn.Module):
-    """One decoder layer: attention with normed queries and keys, then the gated MLP, each added to the residual."""
+    """One decoder layer: attention with normed queries and keys, then the gated MLP, each added to the residual.
+
+    Returns the stream before the layer, with all that was added to it, and the one behind it, see `Rows.norm`.
+    """
 
     config: Qwen3Config
     layer: int
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x, cos, sin, attend: Attend, cache, rows: Rows):
-        config, dtype = self.config, self.dtype
+    def __call__(self, stream: Stream, cos, sin, attend: Attend, cache, rows: Rows):
+        config, dtype, eps = self.config, self.dtype, self.config.rms_norm_eps
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        width, inner = config.hidden_size, config.intermediate_size
 
-        def norm(name, value):
-            scale = self.param(name, nn.initializers.ones_init(), (value.shape[-1],))
-            return rms_norm(value, scale, config.rms_norm_eps, dtype)
+        def scale(name, size):
+            return self.param(name, nn.initializers.ones_init(), (size,))
 
         def weight(name, height, width):
             return self.param(name, _matrix_init, (height, width))
@@ -91,20 +87,18 @@ class Qwen3Layer(nn.Module):
         def split_heads(value, count):
             return value.reshape(*value.shape[:-1], count, head_dim)
 
-        normed = norm("input_layernorm", x)
-        widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        weights = tuple(weight(name, config.hidden_size, width) for name, width in widths.items())
-        q, k, v = rows.products(normed, weights, dtype)
-        q = rotate(norm("q_norm", split_heads(q, heads)), cos, sin)
-        k = rotate(norm("k_norm", split_heads(k, kv_heads)), cos, sin)
+        before, normed = rows.norm(stream, scale("input_layernorm", width), eps, dtype)
+        sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        q, k, v = rows.products(normed, tuple(weight(name, width, size) for name, size in sizes.items()), dtype)
+        scales = scale("q_norm", head_dim), scale("k_norm", head_dim)
+        q, k = rows.heads(split_heads(q, heads), split_heads(k, kv_heads), cos, sin, *scales, eps)
         out, cache = attend(self.layer, q, k, split_heads(v, kv_heads), cache)
-        out = out.reshape(*x.shape[:-1], heads * head_dim)
-        x = x + dot(out, weight("o_proj", heads * head_dim, config.hidden_size), dtype)
+        out = out.reshape(*before.shape[:-1], heads * head_dim)
+        stream = rows.add(before, out, weight("o_proj", heads * head_dim, width), dtype)
 
-        normed = norm("post_attention_layernorm", x)
-        gate, up = (weight(name, config.hidden_size, config.intermediate_size) for name in ("gate_proj", "up_proj"))
-        inner = rows.gated(normed, gate, up, dtype)
-        return x + dot(inner, weight("down_proj", config.intermediate_size, config.hidden_size), dtype), cache
+        x, normed = rows.norm(stream, scale("post_attention_layernorm", width), eps, dtype)
+        gated = rows.gated(normed, weight("gate_proj", width, inner), weight("up_proj", width, inner), dtype)
+        return before, rows.add(x, gated, weight("down_proj", inner, width), dtype), cache
 
 
 class Qwen3(nn.Module):
@@ -168,12 +162,14 @@ class Qwen3(nn.Module):
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(dtype)
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
-        streams = []
+        stream, streams = Stream(x), []
         for layer in range(config.num_hidden_layers):
-            x, cache = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")(x, cos, sin, attend, cache, rows)
-            streams.append(x)
+            block = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")
+            before, stream, cache = block(stream, cos, sin, attend, cache, rows)
+            streams.append(before)
         scale = self.param("norm", nn.initializers.ones_init(), (config.hidden_size,))
-        hidden = rms_norm(x, scale, config.rms_norm_eps, dtype)
+        x, hidden = rows.norm(stream, scale, config.rms_norm_eps, dtype)
+        streams = [*streams[1:], x]  # behind each layer
         head = embedding
         if not config.tie_word_embeddings:
             head = self.param("lm_head", _matrix_init, (config.vocab_size, config.hidden_size))
