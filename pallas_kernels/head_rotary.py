@@ -9,9 +9,13 @@ in one thread and nothing is moved between threads but the sums of the norm:
     result               first * cos - second * sin
                                          second * cos + first * sin
                                                                 rest
+
+XLA makes one product of those that give queries, keys and values of the same rows, and would cut their results out of
+its own before a kernel reads them, a launch each. Views are read where they lie instead.
 """
 
 import functools
+import math
 import operator
 from typing import NamedTuple
 
@@ -25,6 +29,7 @@ from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.triton import pltriton
+from pallas_kernels.views import Array, View
 
 HEADS = 8  # of a program, at most
 MANY = 8  # tiles of what is not rotated, at most
@@ -35,8 +40,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def head_rotary(
-    q: jax.Array,
-    k: jax.Array,
+    q: Array,
+    k: Array,
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -55,8 +60,9 @@ def head_rotary(
     what is rotated are each rounded to the dtype. The bits of a row depend neither on the other rows nor on N.
 
     Args:
-      q: [N, Hq, head_dim] in float32, bfloat16 or float16.
-      k: [N, Hkv, head_dim], of the same dtype.
+      q: [N, Hq, head_dim] in float32, bfloat16 or float16. An array, or a View of columns of a buffer [N, W], such as
+        the rows of q, k and v side by side: its strides are (W, head_dim, 1).
+      k: [N, Hkv, head_dim], of the same dtype, likewise.
       cos, sin: float32[N, half], of the angles of each row, 1 <= half <= head_dim / 2.
       q_scale, k_scale: [head_dim], any float. None: these heads are rotated alone.
       eps: of the norm (static).
@@ -73,7 +79,8 @@ def head_rotary(
     those of the "Qwen3 Technical Report" (arXiv 2505.09388). The design is ours.
 
     >>> import jax.numpy as jnp
-    >>> q, k = jnp.array([[[3.0, 4.0, 5.0]]]), jnp.array([[[2.0, 2.0, 2.0]]])  # one row, a head each
+    >>> rows = jnp.array([[3.0, 4.0, 5.0, 2.0, 2.0, 2.0]])  # one row: a head of q and one of k
+    >>> q, k = (View(rows, offset, shape=(1, 1, 3), strides=(6, 3, 1)) for offset in (0, 3))
     >>> cos, sin = jnp.zeros((1, 1)), jnp.ones((1, 1))  # a quarter turn of the first two channels
     >>> q, k = head_rotary(q, k, cos, sin, k_scale=jnp.array([10.0, 20.0, 30.0]), eps=0.0)
     >>> q.tolist(), k.tolist()
@@ -81,8 +88,8 @@ def head_rotary(
     """
     backends.check(backend)
     _check(q, k, cos, sin, q_scale, k_scale)
-    if q.size + k.size == 0:
-        return jnp.asarray(q), jnp.asarray(k)
+    if not math.prod(q.shape) + math.prod(k.shape):
+        return _read(q), _read(k)
     settings = {"eps": float(eps)}
     kernel, reference = functools.partial(_kernel, **settings), functools.partial(_reference, **settings)
     return dispatch("head_rotary", backend, kernel, reference, (q, k, cos, sin, q_scale, k_scale))
@@ -95,6 +102,9 @@ def _check(q, k, cos, sin, q_scale, k_scale) -> None:
     fits = len(getattr(k, "shape", ())) == 3 and (k.shape[0], k.shape[2]) == (N, head_dim)
     if not fits or k.dtype != q.dtype:
         raise ValueError(f"k is {describe(k)}: it must be {q.dtype}[{N}, heads, {head_dim}], as q is {describe(q)}")
+    for name, x in (("q", q), ("k", k)):
+        if isinstance(x, View):
+            _check_view(name, x)
     most = head_dim // 2
     fits = len(getattr(cos, "shape", ())) == 2 and cos.shape[0] == N and 1 <= cos.shape[1] <= most
     if not fits or cos.dtype != jnp.float32:
@@ -111,6 +121,27 @@ def _check(q, k, cos, sin, q_scale, k_scale) -> None:
             raise ValueError(f"{name} is {describe(scale)}: it must be floats of shape ({head_dim},), or None: no norm")
 
 
+def _check_view(name: str, x: View) -> None:
+    N, heads, head_dim = x.shape
+    rows = x.buffer.ndim == 2 and x.buffer.shape[0] == N and x.offset + heads * head_dim <= x.buffer.shape[1]
+    if not rows or x.strides != (x.buffer.shape[1], head_dim, 1):
+        raise ValueError(
+            f"{name} is {describe(x)}, offset {x.offset}, strides {x.strides}, in {describe(x.buffer)}: it must be "
+            f"columns of a buffer [{N}, W], of strides (W, {head_dim}, 1); View.read() makes an array of any other"
+        )
+
+
+def _rows(x: Array) -> tuple[jax.Array, int]:
+    """[N, W], and the column at which the first head begins."""
+    return (x.buffer, x.offset) if isinstance(x, View) else (x.reshape(x.shape[0], x.shape[1] * x.shape[2]), 0)
+
+
+def _read(x: Array) -> jax.Array:
+    """[N, heads, head_dim], an array."""
+    rows, first = _rows(x)
+    return jnp.asarray(rows)[:, first : first + x.shape[1] * x.shape[2]].reshape(x.shape)
+
+
 # The reference --------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +150,7 @@ def _reference(q, k, cos, sin, q_scale, k_scale, *, eps: float):
 
 
 def _turned(x, cos, sin, scale, eps: float):
+    x = _read(x)
     wide = x.astype(jnp.float32)
     if scale is not None:
         mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -175,16 +207,17 @@ def _power(count: int) -> int:
 def _kernel(q, k, cos, sin, q_scale, k_scale, *, eps: float, interpret: bool):
     N, _, head_dim = q.shape
     widest = _power(max(width for _, width in _sections(head_dim, cos.shape[1])))
-    operands = [(x.reshape(-1, head_dim), scale) for x, scale in ((q, q_scale), (k, k_scale)) if x.size]
-    parts, programs = _parts([x.shape[1] for x in (q, k) if x.size], widest)
+    given = [(x, scale) for x, scale in ((q, q_scale), (k, k_scale)) if x.shape[1]]
+    parts, programs = _parts([x.shape[1] for x, _ in given], widest)
+    rows, starts = zip(*(_rows(x) for x, _ in given), strict=True)
     accesses = max(part.tile for part in parts) * widest * q.dtype.itemsize // ACCESS
-    arguments, structure = jax.tree.flatten((operands, cos, sin))
+    arguments, structure = jax.tree.flatten((rows, [scale for _, scale in given], cos, sin))
 
     def body(*refs):
-        sources, *angles = jax.tree.unflatten(structure, refs[: len(arguments)])
+        rows, scales, *angles = jax.tree.unflatten(structure, refs[: len(arguments)])
         row, program = pl.program_id(0), pl.program_id(1)
-        for part, (x, scale), out in zip(parts, sources, refs[len(arguments) :], strict=True):
-            turn = functools.partial(_turn, part, row, program, x, scale, angles, out, eps, interpret)
+        for part, x, start, scale, out in zip(parts, rows, starts, scales, refs[len(arguments) :], strict=True):
+            turn = functools.partial(_turn, part, head_dim, row, program, x, start, scale, angles, out, eps, interpret)
             if len(parts) == 1:
                 turn()
             else:
@@ -194,23 +227,26 @@ def _kernel(q, k, cos, sin, q_scale, k_scale, *, eps: float, interpret: bool):
         body,
         grid=(N, programs),
         name="head_rotary",
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in operands],
+        out_shape=[jax.ShapeDtypeStruct((N, part.heads * head_dim), q.dtype) for part in parts],
         compiler_params=pltriton.CompilerParams(num_warps=max(1, min(WARPS, accesses // 32)), num_stages=1),
         interpret=interpret,
     )(*arguments)
     found = iter(results)
-    return tuple(next(found).reshape(x.shape) if x.size else x for x in (q, k))
+    return tuple(next(found).reshape(x.shape) if x.shape[1] else _read(x) for x in (q, k))
 
 
-def _turn(part: _Part, row, program, x, scale, angles, out, eps: float, interpret: bool) -> None:
-    """One program's heads."""
-    head_dim, dtype = x.shape[1], x.dtype
+def _turn(
+    part: _Part, head_dim: int, row, program, x, start: int, scale, angles, out, eps: float, interpret: bool
+) -> None:
+    """One program's heads: of a row of x, in which they begin at `start`, to the same row of `out`."""
+    dtype = x.dtype
     # All loads come first, so that they wait together.
-    places = [_places(part, row, program, *section) for section in _sections(head_dim, angles[0].shape[1])]
-    heads = [_load(x, (at, channel), mask) for at, channel, mask in places]
+    sections = _sections(head_dim, angles[0].shape[1])
+    places = [_places(part, head_dim, program, *section) for section in sections]
+    heads = [_load(x, (jnp.zeros_like(cell) + row, cell + start), mask) for cell, _, mask in places]
     weights = None if scale is None else [_load(scale, (channel,), mask) for _, channel, mask in places]
-    at, channel, mask = places[0]
-    cos, sin = (_load(angle, (jnp.zeros_like(at) + row, channel), mask) for angle in angles)
+    _, channel, mask = places[0]
+    cos, sin = (_load(angle, (jnp.zeros_like(channel) + row, channel), mask) for angle in angles)
 
     first, second, *rest = (tile.astype(jnp.float32) for tile in heads)
     if scale is not None:
@@ -229,8 +265,8 @@ def _turn(part: _Part, row, program, x, scale, angles, out, eps: float, interpre
             normed.append(_rounded(tile, dtype) if interpret else tile.astype(dtype).astype(jnp.float32))
         first, second, *rest = normed
     turned = [first * cos - second * sin, second * cos + first * sin, *rest]
-    for (at, channel, mask), tile in zip(places, turned, strict=True):
-        pltriton.store(out.at[at, channel], tile.astype(dtype), mask=mask)
+    for (cell, _, mask), tile in zip(places, turned, strict=True):
+        pltriton.store(out.at[jnp.zeros_like(cell) + row, cell], tile.astype(dtype), mask=mask)
 
 
 def _sections(head_dim: int, half: int) -> list[tuple[int, int]]:
@@ -243,15 +279,17 @@ def _sections(head_dim: int, half: int) -> list[tuple[int, int]]:
     return [(0, half), (half, half), *((start, width) for start in range(2 * half, head_dim, width or 1))]
 
 
-def _places(part: _Part, row, program, start: int, width: int):
-    """Of a tile of channels from `start` on: rows of the array, channels, and which of them there are, None for all."""
+def _places(part: _Part, head_dim: int, program, start: int, width: int):
+    """Of a tile of channels from `start` on: cells among those of all heads of the row, channels, and which of them
+    there are, None for all."""
     shape = part.tile, _power(width)
     head = lax.broadcasted_iota(jnp.int32, shape, 0) + (program - part.first) * part.tile
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = lane < width if width < shape[1] else None
     if part.heads % part.tile:
         mask = head < part.heads if mask is None else mask & (head < part.heads)
-    return head + row * part.heads, lane + start, mask
+    channel = lane + start
+    return head * head_dim + channel, channel, mask
 
 
 def _load(ref, index, mask):

@@ -104,9 +104,11 @@ def score(backend, storage, **sizes):
     np.testing.assert_array_equal(np.asarray(actual)[seen], np.asarray(expected)[seen])
 
 
-def turn(backend, **sizes):
+def turn(backend, in_rows=False, **sizes):
+    """In rows, those of k end with the buffer."""
     problem = test_head_rotary.Problem(np.random.default_rng(0), **sizes)
-    arguments = [jnp.asarray(x) for x in (problem.q, problem.k, problem.cos, problem.sin)]
+    problem = problem.in_rows("vqk") if in_rows else problem
+    arguments = jax.tree.map(jnp.asarray, (problem.q, problem.k, problem.cos, problem.sin))
     scales = {name: jnp.asarray(getattr(problem, name)) for name in ("q_scale", "k_scale")}
     expected = head_rotary(*arguments, **scales, backend="reference")
     actual = head_rotary(*arguments, **scales, backend=backend)
@@ -168,6 +170,7 @@ PRODUCTS = {  # name: call of a backend, which compares it with the reference; '
     "pool scores, short rows": functools.partial(score, storage="pairs, half a key a row"),
     "head rotary": functools.partial(turn, Hq=32, Hkv=8, head_dim=128, half=64),
     "head rotary, masks": functools.partial(turn, Hq=9, Hkv=3, head_dim=43, half=10, dtype="float16"),
+    "head rotary, rows": functools.partial(turn, in_rows=True, Hq=9, Hkv=3, head_dim=40, half=10),
 }
 SELECTIONS = {
     "top ids": functools.partial(select, count=300, budget=7),

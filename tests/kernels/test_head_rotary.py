@@ -15,7 +15,7 @@ import quick_compile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import head_rotary
+from pallas_kernels import View, head_rotary
 
 module = importlib.import_module("pallas_kernels.head_rotary")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -81,6 +81,20 @@ class Problem:
                 out[n, head] = values.astype(x.dtype)
             found.append(out)
         return found
+
+    def in_rows(self, order):
+        """The same, q and k as Views of the columns of one buffer, in which v and a gap are not numbers."""
+        parts = {"q": self.q, "k": self.k, "v": np.full_like(self.k, np.nan)}
+        parts = {name: parts[name].reshape(self.N, -1) for name in order}
+        gap = np.full((self.N, 8), np.nan, self.q.dtype)
+        buffer = jnp.asarray(np.concatenate([gap, *parts.values()], axis=1))
+        offsets = dict(zip(order, 8 + np.cumsum([0, *(x.shape[1] for x in parts.values())]), strict=False))
+        strides = buffer.shape[1], self.head_dim, 1
+        views = {name: View(buffer, offsets[name], getattr(self, name).shape, strides) for name in "qk"}
+        other = dataclasses.replace(self)
+        for name in ("q", "k", "cos", "sin", "q_scale", "k_scale"):
+            setattr(other, name, views.get(name, getattr(self, name)))
+        return other
 
     def rows(self, rows):
         """The same of some rows."""
@@ -234,18 +248,30 @@ def test_interpreted_it_is_the_reference(head_dim, half, scale_dtype, dtype):
 @pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (24, 12), (40, 10), (256, 32), (9, 1)])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (9, 3), (32, 8), (17, 12)])
 def test_every_cell_is_written_by_one_program(heads, head_dim, half):
-    """Interpreted, a program that writes to the next row goes unseen: that row's own programs run later."""
+    """Interpreted, one that writes past the end of its row goes unseen."""
     sections = module._sections(head_dim, half)
     parts, programs = module._parts(list(heads), max(module._power(width) for _, width in sections))
-    written = [np.zeros((3, count, head_dim), int) for count in heads]
-    for row, program in np.ndindex(3, programs):
+    written = [np.zeros(count * head_dim, int) for count in heads]
+    for program in range(programs):
         nth = next(i for i in (1, 0) if program >= parts[i].first)
         for section in sections:
-            at, channel, mask = module._places(parts[nth], row, program, *section)
-            live = np.ones(at.shape, bool) if mask is None else np.asarray(mask)
-            np.add.at(written[nth].reshape(-1, head_dim), (np.asarray(at)[live], np.asarray(channel)[live]), 1)
-            assert (at[live] // heads[nth] == row).all()
+            cell, channel, mask = module._places(parts[nth], head_dim, program, *section)
+            cell, channel = np.asarray(cell), np.asarray(channel)
+            live = np.ones(cell.shape, bool) if mask is None else np.asarray(mask)
+            np.testing.assert_array_equal(cell[live] % head_dim, channel[live])
+            np.add.at(written[nth], cell[live], 1)
     assert all((x == 1).all() for x in written)
+
+
+@every_backend
+@pytest.mark.parametrize("order", ["qkv", "vkq"])
+@pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (24, 12), (40, 10)])
+def test_columns_of_wider_rows(head_dim, half, order, backend):
+    """What lies beside them is not looked at."""
+    problem = Problem(np.random.default_rng(12), N=3, Hq=9, Hkv=3, head_dim=head_dim, half=half)
+    want = problem.oracle()
+    assert_same_bits(problem.in_rows(order).run(backend), problem.run(backend))
+    assert_near(problem.run(backend), want)
 
 
 @settings(max_examples=15, deadline=None, database=None)
@@ -305,6 +331,14 @@ HALVES = np.zeros((2, 4), np.float32)
             r"k is float16\[2, 1, 8\]: it must be float32\[2, heads, 8\], as q is float32\[2, 3, 8\]",
         ),
         ({"k": np.zeros((2, 1, 6), np.float32)}, r"k is float32\[2, 1, 6\]: it must be float32\[2, heads, 8\]"),
+        (
+            {"q": View(np.zeros((2, 30), np.float32), 7, (2, 3, 8), (30, 8, 1))},
+            r"q is a View of float32\[2, 3, 8\], offset 7, strides \(30, 8, 1\), in float32\[2, 30\]: it must be "
+            r"columns of a buffer \[2, W\], of strides \(W, 8, 1\); View.read\(\) makes",
+        ),
+        ({"k": View(np.zeros((2, 30), np.float32), 0, (2, 3, 8), (24, 8, 1))}, r"k is a View .* it must be columns"),
+        ({"k": View(np.zeros((4, 30), np.float32), 0, (2, 3, 8), (30, 8, 1))}, r"k is a View .* it must be columns"),
+        ({"k": View(np.zeros(60, np.float32), 0, (2, 3, 8), (24, 8, 1))}, r"k is a View .* it must be columns"),
         ({"k": np.zeros((3, 1, 8), np.float32)}, r"k is float32\[3, 1, 8\]: it must be float32\[2, heads, 8\]"),
         (
             {"cos": np.zeros((2, 1, 1, 4), np.float32)},
@@ -394,6 +428,22 @@ def test_compiles_for_sm_90(name, tmp_path):
         assert "bar.sync" not in text and ".shared" not in text
         accesses = re.findall(r"\b(?:ld|st)\.global\S*", text)
         assert accesses and all(".v4" in access for access in accesses), accesses
+
+
+def test_columns_of_one_product_are_read_where_they_lie(tmp_path):
+    """Compiled for sm_90: nothing cuts queries and keys out of the rows that hold them."""
+    if reason := aot.missing():
+        pytest.skip(reason)
+
+    def call(number, rows, cos, sin, scale):
+        q, k = (View(rows, at * 128, (8, heads, 128), (48 * 128, 128, 1)) for at, heads in ((0, 32), (32, 8)))
+        return number, head_rotary(q, k, cos, sin, q_scale=scale, k_scale=scale)
+
+    shapes = ((), jnp.int32), ((8, 48 * 128), jnp.bfloat16), *[((8, 64), jnp.float32)] * 2, ((128,), jnp.bfloat16)
+    compiled = aot.compile_for_h200(call, *(jax.ShapeDtypeStruct(*shape) for shape in shapes), dump=tmp_path)
+    assert aot.launches(compiled) == collections.Counter({"custom-call": 1})
+    accesses = re.findall(r"\b(?:ld|st)\.global\S*", aot.ptx(tmp_path)["head_rotary"])
+    assert accesses and all(".v4" in access for access in accesses), accesses
 
 
 @pytest.mark.gpu
