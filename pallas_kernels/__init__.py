@@ -20,8 +20,6 @@
     pool_scores             scores of pooled keys, read page by page
     row_products            a few rows times matrices of a layer, gated or side by side
     head_rotary             norms and rotates the heads of queries and keys
-    row_parts               a few rows times one matrix, the sum left in parts
-    add_norm                adds such parts to the residual stream, and norms it
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
@@ -56,7 +54,6 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.pool_scores import PagedIndex, pool_scores
 from pallas_kernels.row_products import row_products
-from pallas_kernels.row_sums import add_norm, row_parts
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
 from pallas_kernels.top_ids import top_ids
@@ -80,7 +77,6 @@ __all__ = [
     "RowPlace",
     "View",
     "WindowBuffers",
-    "add_norm",
     "commit_context_rows",
     "commit_track_indices",
     "decode_lengths",
@@ -104,7 +100,6 @@ __all__ = [
     "paged_attention",
     "pool_scores",
     "replay_state_indices",
-    "row_parts",
     "row_products",
     "state_scatter",
     "top_ids",

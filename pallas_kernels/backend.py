@@ -35,12 +35,10 @@ KERNELS = (
     "top_ids",
     "pool_scores",
     "row_products",
-    "row_parts",
-    "add_norm",
     "head_rotary",
 )
 # Those that `dispatch` runs: Triton or the reference.
-TILED = ("paged_attention", "pool_scores", "row_products", "row_parts", "add_norm", "head_rotary")
+TILED = ("paged_attention", "pool_scores", "row_products", "head_rotary")
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 

@@ -19,7 +19,7 @@ from jax import lax
 from jaxspec.cache import LayerSpec
 from jaxspec.models.block_config import BlockDraftConfig
 from jaxspec.models.qwen3 import Attend, Qwen3Layer, dot, rotary_angles
-from jaxspec.models.rows import PLAIN, Rows, Stream, rms_norm
+from jaxspec.models.rows import PLAIN, Rows, rms_norm
 
 Array = jax.Array
 
@@ -120,12 +120,11 @@ class BlockDraft:
         config, tree = self.config, params["draft"]
         x = jnp.take(params["embed_tokens"], tokens, axis=0, mode="clip").astype(self.dtype)
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
-        stream = Stream(x)
         for layer in range(config.num_hidden_layers):
             block = Qwen3Layer(config, layer, self.dtype)
             params = {"params": tree[f"layers_{layer}"]}
-            _, stream, cache = block.apply(params, stream, cos, sin, attend, cache, multiply)
-        return multiply.norm(stream, tree["norm"], config.rms_norm_eps, self.dtype)[1], cache
+            x, cache = block.apply(params, x, cos, sin, attend, cache, multiply)
+        return rms_norm(x, tree["norm"], config.rms_norm_eps, self.dtype), cache
 
     def logits(self, params: Any, hidden: Array) -> Array:
         """float32[B, q, V] of hidden rows [B, q, H] by the target's head, each the nearest number of `dtype`."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.models.config import Qwen3Config
-from jaxspec.models.rows import PLAIN, Rows, Stream
+from jaxspec.models.rows import PLAIN, Rows, rms_norm
 
 # attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -63,17 +63,14 @@ def _matrix_init(key, shape, dtype=jnp.float32):
 
 
 class Qwen3Layer(nn.Module):
-    """One decoder layer: attention with normed queries and keys, then the gated MLP, each added to the residual.
-
-    Returns the stream before the layer, with all that was added to it, and the one behind it, see `Rows.norm`.
-    """
+    """One decoder layer: attention with normed queries and keys, then the gated MLP, each added to the residual."""
 
     config: Qwen3Config
     layer: int
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, stream: Stream, cos, sin, attend: Attend, cache, rows: Rows):
+    def __call__(self, x, cos, sin, attend: Attend, cache, rows: Rows):
         config, dtype, eps = self.config, self.dtype, self.config.rms_norm_eps
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         width, inner = config.hidden_size, config.intermediate_size
@@ -87,18 +84,18 @@ class Qwen3Layer(nn.Module):
         def split_heads(value, count):
             return value.reshape(*value.shape[:-1], count, head_dim)
 
-        before, normed = rows.norm(stream, scale("input_layernorm", width), eps, dtype)
+        normed = rms_norm(x, scale("input_layernorm", width), eps, dtype)
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         q, k, v = rows.products(normed, tuple(weight(name, width, size) for name, size in sizes.items()), dtype)
         scales = scale("q_norm", head_dim), scale("k_norm", head_dim)
         q, k = rows.heads(split_heads(q, heads), split_heads(k, kv_heads), cos, sin, *scales, eps)
         out, cache = attend(self.layer, q, k, split_heads(v, kv_heads), cache)
-        out = out.reshape(*before.shape[:-1], heads * head_dim)
-        stream = rows.add(before, out, weight("o_proj", heads * head_dim, width), dtype)
+        out = out.reshape(*x.shape[:-1], heads * head_dim)
+        x = x + dot(out, weight("o_proj", heads * head_dim, width), dtype)
 
-        x, normed = rows.norm(stream, scale("post_attention_layernorm", width), eps, dtype)
+        normed = rms_norm(x, scale("post_attention_layernorm", width), eps, dtype)
         gated = rows.gated(normed, weight("gate_proj", width, inner), weight("up_proj", width, inner), dtype)
-        return before, rows.add(x, gated, weight("down_proj", inner, width), dtype), cache
+        return x + dot(gated, weight("down_proj", inner, width), dtype), cache
 
 
 class Qwen3(nn.Module):
@@ -162,14 +159,12 @@ class Qwen3(nn.Module):
         embedding = self.param("embed_tokens", _matrix_init, (config.vocab_size, config.hidden_size))
         x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(dtype)
         cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
-        stream, streams = Stream(x), []
+        streams = []
         for layer in range(config.num_hidden_layers):
-            block = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")
-            before, stream, cache = block(stream, cos, sin, attend, cache, rows)
-            streams.append(before)
+            x, cache = Qwen3Layer(config, layer, dtype, name=f"layers_{layer}")(x, cos, sin, attend, cache, rows)
+            streams.append(x)
         scale = self.param("norm", nn.initializers.ones_init(), (config.hidden_size,))
-        x, hidden = rows.norm(stream, scale, config.rms_norm_eps, dtype)
-        streams = [*streams[1:], x]  # behind each layer
+        hidden = rms_norm(x, scale, config.rms_norm_eps, dtype)
         head = embedding
         if not config.tie_word_embeddings:
             head = self.param("lm_head", _matrix_init, (config.vocab_size, config.hidden_size))

@@ -5,15 +5,14 @@ a step hands over one that leaves to kernels what they do faster.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import add_norm, head_rotary, row_parts, row_products
+from pallas_kernels import head_rotary, row_products
 from pallas_kernels.dispatch import supported
-from pallas_kernels.row_sums import takes
 
 Array = jax.Array
 
@@ -23,13 +22,6 @@ def rms_norm(x: Array, scale: Array, eps: float, dtype: Any) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32)).astype(dtype)
-
-
-class Stream(NamedTuple):
-    """The residual stream [B, T, H], and parts float32[S, B * T, H] of a product that is still to be added to it."""
-
-    x: Array
-    parts: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,23 +50,6 @@ class Rows:
         """silu(x @ gate) * (x @ up), [B, T, M]."""
         return self._run(x, (gate, up), dtype, gated=True)[0]
 
-    def add(self, stream: Array, x: Array, weight: Array, dtype: Any) -> Stream:
-        """The stream [B, T, H] with `x @ weight` added, of x [B, T, K]; `norm` may yet have to add it."""
-        flat, weight = self._flat(x, dtype), weight.astype(dtype)
-        if self.backend == "reference" or not takes(flat.shape[0], dtype):
-            (added,) = self._run(x, (weight,), dtype, gated=False)
-            return Stream(stream + added)
-        return Stream(stream, row_parts(flat, weight, backend=supported(self.backend)))
-
-    def norm(self, stream: Stream, scale: Array, eps: float, dtype: Any) -> tuple[Array, Array]:
-        """The stream with all that is added, and its norm by scale [H], both [B, T, H]."""
-        if stream.parts is None:
-            return stream.x, rms_norm(stream.x, scale, eps, dtype)
-        shape = stream.x.shape
-        flat = stream.x.reshape(-1, shape[-1])
-        x, normed = add_norm(flat, stream.parts, scale, eps=eps, backend=supported(self.backend))
-        return x.reshape(shape), normed.reshape(shape)
-
     def heads(
         self, q: Array, k: Array, cos: Array, sin: Array, q_scale: Array | None, k_scale: Array | None, eps: float
     ) -> tuple[Array, Array]:
@@ -89,15 +64,12 @@ class Rows:
         return found[0].reshape(q.shape), found[1].reshape(k.shape)
 
     def _run(self, x, weights, dtype, *, gated):
-        flat = self._flat(x, dtype)
+        # Leading axes are flattened, so that B requests of T rows are one product of B * T rows.
+        flat = x.reshape(-1, x.shape[-1]).astype(dtype)
         found = row_products(
             flat, tuple(weight.astype(dtype) for weight in weights), gated=gated, backend=supported(self.backend)
         )
         return tuple(out.reshape(*x.shape[:-1], out.shape[-1]) for out in found)
-
-    def _flat(self, x, dtype):
-        """Leading axes are flattened, so that B requests of T rows are one product of B * T rows."""
-        return x.reshape(-1, x.shape[-1]).astype(dtype)
 
 
 PLAIN = Rows()
