@@ -120,8 +120,7 @@ def row_products(
     backends.check(backend)
     (N, K), widths = x.shape, tuple(weight.shape[1] for weight in weights)
     plan = Plan(N, K, widths, gated, GATED_SIZES if gated else SIZES)
-    unfit = x.dtype.name not in DTYPES or not 0 < N <= MOST or 0 in (K, *widths)
-    if unfit or len(weights) == 1 or (K * max(widths) >= 2**31):
+    if not serves(N, K, widths, x.dtype):
         return _reference(x, weights, gated=gated)
     return dispatch(
         "row_products",
@@ -130,6 +129,13 @@ def row_products(
         functools.partial(_reference, gated=gated),
         (x, tuple(weights)),
     )
+
+
+def serves(N: int, K: int, widths: tuple[int, ...], dtype) -> bool:
+    """Whether the kernel takes such products, where there is one: N rows, sums over K, columns of each matrix."""
+    if jnp.dtype(dtype).name not in DTYPES or not 0 < N <= MOST or len(widths) < 2 or 0 in (K, *widths):
+        return False
+    return K * max(widths) < 2**31
 
 
 def _check(x, weights, gated: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.models.config import Qwen3Config
-from jaxspec.models.rows import PLAIN, Rows, rms_norm
+from jaxspec.models.rows import PLAIN, Heads, Rows, rms_norm
 
 # attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -81,15 +81,12 @@ class Qwen3Layer(nn.Module):
         def weight(name, height, width):
             return self.param(name, _matrix_init, (height, width))
 
-        def split_heads(value, count):
-            return value.reshape(*value.shape[:-1], count, head_dim)
-
         normed = rms_norm(x, scale("input_layernorm", width), eps, dtype)
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        q, k, v = rows.products(normed, tuple(weight(name, width, size) for name, size in sizes.items()), dtype)
-        scales = scale("q_norm", head_dim), scale("k_norm", head_dim)
-        q, k = rows.heads(split_heads(q, heads), split_heads(k, kv_heads), cos, sin, *scales, eps)
-        out, cache = attend(self.layer, q, k, split_heads(v, kv_heads), cache)
+        weights = tuple(weight(name, width, size) for name, size in sizes.items())
+        norms = scale("q_norm", head_dim), scale("k_norm", head_dim)
+        q, k, v = rows.attention(normed, weights, Heads(head_dim, cos, sin, norms, eps), dtype)
+        out, cache = attend(self.layer, q, k, v, cache)
         out = out.reshape(*x.shape[:-1], heads * head_dim)
         x = x + dot(out, weight("o_proj", heads * head_dim, width), dtype)
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import head_rotary, row_products
+from pallas_kernels import View, head_rotary, row_products
 from pallas_kernels.dispatch import supported
+from pallas_kernels.row_products import serves
 
 Array = jax.Array
 
@@ -25,51 +26,76 @@ def rms_norm(x: Array, scale: Array, eps: float, dtype: Any) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """How projected rows become queries and keys.
+
+    Attributes:
+      head_dim: hd, channels of a head.
+      cos, sin: float32[B, T, 1, half], of the angles of each row; the first 2 * half channels of a head are rotated.
+      scales: those of the norms of queries and of keys, float[hd] each.
+      eps: of these norms.
+    """
+
+    head_dim: int
+    cos: Array
+    sin: Array
+    scales: tuple[Array, Array]
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
-    """Products of rows [B, T, K] with weights.
+    """What is computed of rows [B, T, K] and weights.
 
     Attributes:
       backend: who runs the kernels, as in `pallas_kernels`; 'reference' is plain jax.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> ones = jnp.ones((4, 2))
-      >>> q, k = Rows().products(jnp.ones((1, 3, 4)), (ones, 2 * ones), "float32")
-      >>> q.shape, k[0, 0].tolist()
-      ((1, 3, 2), [8.0, 8.0])
+      >>> Rows().gated(jnp.ones((1, 3, 4)), ones, 2 * ones, "float32").shape
+      (1, 3, 2)
     """
 
     backend: str | None = "reference"
 
-    def products(self, x: Array, weights: tuple[Array, ...], dtype: Any) -> tuple[Array, ...]:
-        """`x @ weight` of each weight [K, M]: [B, T, M] in `dtype`, summed in float32; float32 products are true ones
-        (no TF32)."""
-        return self._run(x, weights, dtype, gated=False)
+    def attention(self, x: Array, weights: tuple[Array, Array, Array], heads: Heads, dtype: Any) -> tuple[Array, ...]:
+        """Queries, keys and values of rows [B, T, K], as attention takes them.
+
+        Args:
+          weights: [K, Hq * hd], [K, Hkv * hd] and [K, Hkv * hd].
+          dtype: of products and results; sums are float32, float32 products true ones (no TF32).
+
+        Returns:
+          q [B, T, Hq, hd] and k [B, T, Hkv, hd], normed and rotated, and v [B, T, Hkv, hd].
+        """
+        q, k, v = self._products(x, weights, dtype)
+        count, widths = q.shape[0], (q.shape[1], k.shape[1], v.shape[1])
+        if not serves(count, x.shape[-1], widths, dtype):
+            # XLA joins the three products. A kernel's arrays would be cut out of the joint one, a launch each; what
+            # lies in it is read there, and of the joint rows themselves XLA makes the product's result.
+            joint, row = jnp.concatenate([q, k, v], axis=-1), sum(widths)
+            strides = row, heads.head_dim, 1
+            split = [
+                (offset, (count, width // heads.head_dim, heads.head_dim))
+                for offset, width in ((0, widths[0]), (widths[0], widths[1]))
+            ]
+            q, k = (View(joint, offset, shape, strides) for offset, shape in split)
+            v = joint[:, row - widths[2] :]
+        else:
+            q, k = (rows.reshape(count, -1, heads.head_dim) for rows in (q, k))
+        turns = (turn.reshape(count, -1) for turn in (heads.cos, heads.sin))
+        norms = dict(zip(("q_scale", "k_scale"), heads.scales, strict=True))
+        q, k = head_rotary(q, k, *turns, **norms, eps=heads.eps, backend=supported(self.backend))
+        return tuple(rows.reshape(*x.shape[:-1], -1, heads.head_dim) for rows in (q, k, v))
 
     def gated(self, x: Array, gate: Array, up: Array, dtype: Any) -> Array:
         """silu(x @ gate) * (x @ up), [B, T, M]."""
-        return self._run(x, (gate, up), dtype, gated=True)[0]
+        return self._products(x, (gate, up), dtype, gated=True)[0].reshape(*x.shape[:-1], -1)
 
-    def heads(
-        self, q: Array, k: Array, cos: Array, sin: Array, q_scale: Array | None, k_scale: Array | None, eps: float
-    ) -> tuple[Array, Array]:
-        """Queries [B, T, Hq, hd] and keys [B, T, Hkv, hd], normed by their scales float[hd], if there are any, and
-        rotated.
-
-        The first channels of a head are, as many as twice cos and sin float32[B, T, 1, half] have.
-        """
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k))
-        turns = (x.reshape(-1, x.shape[-1]) for x in (cos, sin))
-        found = head_rotary(*flat, *turns, q_scale=q_scale, k_scale=k_scale, eps=eps, backend=supported(self.backend))
-        return found[0].reshape(q.shape), found[1].reshape(k.shape)
-
-    def _run(self, x, weights, dtype, *, gated):
+    def _products(self, x, weights, dtype, *, gated=False):
         # Leading axes are flattened, so that B requests of T rows are one product of B * T rows.
-        flat = x.reshape(-1, x.shape[-1]).astype(dtype)
-        found = row_products(
-            flat, tuple(weight.astype(dtype) for weight in weights), gated=gated, backend=supported(self.backend)
-        )
-        return tuple(out.reshape(*x.shape[:-1], out.shape[-1]) for out in found)
+        flat, cast = x.reshape(-1, x.shape[-1]).astype(dtype), tuple(weight.astype(dtype) for weight in weights)
+        return row_products(flat, cast, gated=gated, backend=supported(self.backend))
 
 
 PLAIN = Rows()
