@@ -6,6 +6,8 @@ order in which the call before it has given them back, and in all buffers what t
 
 import dataclasses
 import functools
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -21,6 +23,8 @@ from jaxspec.generation.accounting import distinct_4gram_ratio
 from jaxspec.steps import compiler_options, prefill, requests_of, run_round
 from jaxspec.steps.round import OK
 from jaxspec.steps.state import EMPTY, RUNNING, WAITING, SpecState
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
 
 D, PAGE, PROMPTS = 4, 16, (prompt(9), prompt(21))
 # The tiny target's greedy texts soon go round in circles; with a verifier the second request samples, and never does.
@@ -199,3 +203,22 @@ def test_ten_thousand_rounds_ten_times(memory, verifier):
     if jax.default_backend() != "gpu":
         pytest.skip("no NVIDIA GPU")
     check(10_000, 10, memory, verifier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "verifier"), CASES)
+def test_the_loop_is_one_command_buffer(memory, verifier, tmp_path):
+    """Compiled for an H200: the host starts it once, and its state stays where it is."""
+    aot = pytest.importorskip("kernel_aot")
+    if reason := aot.missing():
+        pytest.skip(reason)
+    rounds = 10_000
+    spec = dataclasses.replace(
+        make_step(rounds, memory, verifier), options=tuple(sorted(compiler_options("cuda").items()))
+    )
+    state, params = initial(spec), jaxspec.Params(target_params())
+    lowered = aot.lower_for_h200(long_loop(spec, rounds, []), params, state)
+    quick = {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+    compiled = aot.compile_lowered(lowered, dump=tmp_path, **quick)
+    assert aot.thunks(tmp_path) == ["kCommandBuffer"]
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
