@@ -174,9 +174,9 @@ def check(rounds, repetitions, memory, verifier):
     assert ((told.table > 0).sum(axis=1) >= -(-lengths // PAGE)).all()
     assert (told.retired >= (lengths - WINDOW - spec.config.reserve - PAGE) // PAGE).all()
     assert told.retired.sum() > swa
-    if verifier is not None:  # and the text is no circle: of its last runs of four tokens hardly one is there twice
+    if verifier is not None:  # and the text is no circle: few of its last runs of four tokens are there twice
         text = told.tokens[1, lengths[1] - rounds // 2 : lengths[1]].tolist()
-        assert distinct_4gram_ratio([text]) > 0.9
+        assert distinct_4gram_ratio([text]) > 0.8
     check_beginning(spec, told.tokens, 100)
 
 
