@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_models
-from many_cases import LIMITS, NEW, PROMPTS, alone, make_config, one_by_one, run_many
+from many_cases import BLOCKS, LIMITS, NEW, PROMPTS, alone, drafter_of, make_config, one_by_one, run_many
 from tiny_models import FAST_COMPILE, HYBRID_TARGET, TARGET, drafter_and_params, prompt
 
 import jaxspec
@@ -190,6 +190,37 @@ def test_drafts_of_hidden_rows(make, newcomers):
     run = jaxspec.generate_many(target, params, prompts, max_new_tokens=limits, drafter=drafter, config=config, **how)
     assert run.results() == want
     assert run.progress.retractions > 0
+
+
+TIGHT = {"num_pages": 1 + 22, "num_swa_pages": 1 + 8}  # hardly more than the longest prompt takes
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(1, {}), (3, TIGHT)])
+@pytest.mark.parametrize("memory", ["static", "unified"])
+@pytest.mark.parametrize("drafter", BLOCKS)
+def test_block_drafts(drafter, memory, slots, pages):
+    """Such a draft sees the text by the rows that it keeps of it alone, and never those of a slot's last request, or of
+    one that was turned out: else it would be right in other rounds."""
+    config, retractions = make_config(slots, memory=memory, **pages), 0
+    for order in orders(len(PROMPTS), 2):
+        results, progress = run_many(config, order, drafter=drafter, rounds_per_dispatch=1)
+        assert results == alone(drafter)
+        retractions += progress.retractions
+    assert (retractions > 0) == bool(pages)
+    if drafter == "dspark":
+        assert {count for result in results for count in result.accepted_drafts} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("drafter", [pytest.param("dspark", marks=pytest.mark.slow), "dflash"])
+def test_block_drafts_that_are_drawn(drafter):
+    """What is kept of a draft hangs on its probability, and so on all that the draft has seen."""
+    who, params = drafter_of(drafter)
+    config = make_config(3, memory="unified", sampling={"dspark": "block", "dflash": "rejection"}[drafter], **TIGHT)
+    settings, seeds = sampled(len(PROMPTS)), range(5, 5 + len(PROMPTS))
+    want = one_by_one(TARGET, params, PROMPTS, LIMITS, config, drafter=who, seed=seeds, **settings)
+    results, progress = run_many(config, drafter=drafter, seed=5, rounds_per_dispatch=1, **settings)
+    assert results == want
+    assert {result.rule for result in results} == {"greedy", config.sampling} and progress.retractions > 0
 
 
 @dataclasses.dataclass(frozen=True)
