@@ -135,14 +135,15 @@ def serves(N: int, K: int, widths: tuple[int, ...], dtype) -> bool:
     """Whether the kernel takes such products, where there is one: N rows, sums over K, columns of each matrix."""
     if jnp.dtype(dtype).name not in DTYPES or not 0 < N <= MOST or len(widths) < 2 or 0 in (K, *widths):
         return False
-    return K * max(widths) < 2**31
+    return max(N * K, K * max(widths), N * max(widths)) < 2**31  # cells of an array are counted in 32 bits
 
 
 def _check(x, weights, gated: bool) -> None:
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    if len(getattr(x, "shape", ())) != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {describe(x)}: give floating [N, K]")
     for number, weight in enumerate(weights):
-        if weight.ndim != 2 or weight.shape[0] != x.shape[1] or weight.dtype != x.dtype:
+        shape = getattr(weight, "shape", ())
+        if len(shape) != 2 or shape[0] != x.shape[1] or weight.dtype != x.dtype:
             raise ValueError(
                 f"weights[{number}] is {describe(weight)}: with x {describe(x)} give {x.dtype}[{x.shape[1]}, M]"
             )

@@ -83,14 +83,17 @@ class Rows:
             v = joint[:, row - widths[2] :]
         else:
             q, k = (rows.reshape(count, -1, heads.head_dim) for rows in (q, k))
-        turns = (turn.reshape(count, -1) for turn in (heads.cos, heads.sin))
+        turns = (turn.reshape(count, turn.shape[-1]) for turn in (heads.cos, heads.sin))
         norms = dict(zip(("q_scale", "k_scale"), heads.scales, strict=True))
         q, k = head_rotary(q, k, *turns, **norms, eps=heads.eps, backend=supported(self.backend))
-        return tuple(rows.reshape(*x.shape[:-1], -1, heads.head_dim) for rows in (q, k, v))
+        return tuple(
+            rows.reshape(*x.shape[:-1], width // heads.head_dim, heads.head_dim)
+            for rows, width in zip((q, k, v), widths, strict=True)
+        )
 
     def gated(self, x: Array, gate: Array, up: Array, dtype: Any) -> Array:
         """silu(x @ gate) * (x @ up), [B, T, M]."""
-        return self._products(x, (gate, up), dtype, gated=True)[0].reshape(*x.shape[:-1], -1)
+        return self._products(x, (gate, up), dtype, gated=True)[0].reshape(*x.shape[:-1], gate.shape[1])
 
     def _products(self, x, weights, dtype, *, gated=False):
         # Leading axes are flattened, so that B requests of T rows are one product of B * T rows.

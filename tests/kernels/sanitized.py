@@ -26,6 +26,7 @@ import kernel_calls
 import numpy as np
 import test_head_rotary
 import test_pool_scores
+import test_row_products
 import test_top_ids
 
 from pallas_kernels import backend as backends
@@ -115,6 +116,12 @@ def turn(backend, in_rows=False, **sizes):
     test_head_rotary.assert_near(*(tuple(map(np.asarray, found)) for found in (actual, expected)))
 
 
+def multiply(backend, N, K, widths, gated):
+    """Every array ends where the last of its cells that are read or written does."""
+    problem = test_row_products.Problem(np.random.default_rng(0), N, K, widths, gated)
+    problem.check(problem.run(backend, jnp.asarray(problem.x), tuple(map(jnp.asarray, problem.weights))))
+
+
 def select(backend, count, budget):
     """Lengths below nothing and past the end, too; NaN behind the live scores."""
     rng = np.random.default_rng(count)
@@ -171,6 +178,10 @@ PRODUCTS = {  # name: call of a backend, which compares it with the reference; '
     "head rotary": functools.partial(turn, Hq=32, Hkv=8, head_dim=128, half=64),
     "head rotary, masks": functools.partial(turn, Hq=9, Hkv=3, head_dim=43, half=10, dtype="float16"),
     "head rotary, rows": functools.partial(turn, in_rows=True, Hq=9, Hkv=3, head_dim=40, half=10),
+    # Blocks of columns end with the matrices; pieces of K, of 64 and of 128, do not, and there are spare rows.
+    "row products, gated": functools.partial(multiply, N=5, K=200, widths=(256, 256), gated=True),
+    "row products, several": functools.partial(multiply, N=18, K=200, widths=(128, 64, 192), gated=False),
+    "row products, masks": functools.partial(multiply, N=33, K=77, widths=(70, 1), gated=False),
 }
 SELECTIONS = {
     "top ids": functools.partial(select, count=300, budget=7),

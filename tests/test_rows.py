@@ -1,0 +1,278 @@
+"""Rows and weights: what a layer hands to kernels, that it says the same with and without them, and who hands over."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+from tiny_models import CONFIG, FAST_COMPILE, VOCAB
+
+import jaxspec
+from jaxspec import models
+from jaxspec.benchmarks import launches
+from jaxspec.generation.loops import run_to_end
+from jaxspec.generation.results import read_requests
+from jaxspec.models.block_draft import BlockDraft
+from jaxspec.models.draft_checkpoint import random_draft_params
+from jaxspec.models.qwen3 import rotary_angles
+from jaxspec.models.rows import PLAIN, Heads, Rows
+from jaxspec.steps.step import jit_with_state
+
+KERNELS = Rows("interpret")
+ONE_LAYER = dataclasses.replace(CONFIG, num_hidden_layers=1, windows=(None,))
+JOINT = {"row_products": 2, "head_rotary": 1}  # launches a layer
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def tokens_of(batch, rows):
+    return jnp.asarray(np.random.default_rng(rows).integers(0, VOCAB, (batch, rows)), jnp.int32)
+
+
+def forward(params, tokens, rows, dtype, config=CONFIG):
+    """(logits, hidden) of whole texts; without `rows` the module's default."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    given = {} if rows is None else {"rows": rows}
+    attend = models.dense_attend(config.windows)
+    return models.Qwen3(config, jnp.dtype(dtype)).apply(params, tokens, positions, attend, **given)[:2]
+
+
+@functools.cache
+def compiled(rows, dtype):
+    return jax.jit(functools.partial(forward, rows=rows, dtype=dtype), compiler_options=FAST_COMPILE)
+
+
+def run_forward(tokens, rows, dtype):
+    return compiled(rows, dtype)(tiny_models.target_params(), tokens)
+
+
+def kernels_of(function, *arguments):
+    """{kernel: launches} of a function lowered for CUDA."""
+    found, loops = launches.kernels(jax.make_jaxpr(function)(*arguments).jaxpr)
+    assert not loops
+    total = collections.Counter()
+    for (_, name), times in found.items():
+        total[name] += times
+    return dict(total)
+
+
+def near(found, want, bound):
+    """Within `bound` of the largest number."""
+    found, want = np.asarray(found, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(found, want, rtol=0, atol=bound * np.abs(want).max())
+
+
+# The operations -------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Rows and weights of a layer of K = 200, 3 heads of 24 channels for queries and 1 for keys and values, 72 inner.
+
+    Positions differ from row to row.
+    """
+
+    K, HEADS, KV_HEADS, HEAD_DIM, INNER = 200, 3, 1, 24, 72
+
+    def __init__(self, B=4, T=2, weight_dtype="float32"):
+        rng = np.random.default_rng(0)
+        widths = self.HEADS * self.HEAD_DIM, *(self.KV_HEADS * self.HEAD_DIM,) * 2, self.INNER, self.INNER
+        draw = [rng.normal(size=(self.K, width)) / np.sqrt(self.K) for width in widths]
+        self.x = jnp.asarray(rng.normal(size=(B, T, self.K)), jnp.float32)
+        self.weights = tuple(jnp.asarray(weight, jnp.dtype(weight_dtype)) for weight in draw)
+        self.positions = jnp.asarray(rng.integers(0, 1000, (B, T)), jnp.int32)
+        self.scales = tuple(jnp.asarray(rng.uniform(0.5, 2, self.HEAD_DIM), jnp.float32) for _ in range(2))
+
+    def run(self, rows, dtype, chosen=slice(None)):
+        """q, k, v and the gated rows, of some requests."""
+
+        @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+        def call(x, positions):
+            heads = Heads(self.HEAD_DIM, *rotary_angles(positions, self.HEAD_DIM, 1e4), self.scales, 1e-6)
+            return *rows.attention(x, self.weights[:3], heads, dtype), rows.gated(x, *self.weights[3:], dtype)
+
+        found = call(self.x[chosen], self.positions[chosen])
+        assert all(y.dtype == dtype for y in found)
+        return [np.asarray(y, np.float64) for y in found]
+
+    def oracle(self, dtype):
+        """float64, of rows and weights as they are in the dtype."""
+        x, *weights = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (self.x, *self.weights))
+        q, k, v, gate, up = (x @ weight for weight in weights)
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.HEAD_DIM) for y in (q, k, v))
+        frequency = 1e4 ** (-np.arange(0, self.HEAD_DIM, 2) / self.HEAD_DIM)
+        turn = np.exp(1j * np.asarray(self.positions)[..., None, None] * frequency)
+
+        def turned(y, scale):
+            y = y / np.sqrt(np.square(y).mean(axis=-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+            pairs = (y[..., : self.HEAD_DIM // 2] + 1j * y[..., self.HEAD_DIM // 2 :]) * turn
+            return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+        return turned(q, self.scales[0]), turned(k, self.scales[1]), v, gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize(
+    "rows", [PLAIN, KERNELS, Rows("mosaic"), Rows("checked"), pytest.param(Rows(None), marks=pytest.mark.gpu)], ids=str
+)
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+@each_dtype
+def test_what_a_layer_asks_for(rows, weight_dtype, dtype):
+    """Also on executors that run other kernels of a program; and in the dtype of the model, not of its weights."""
+    layer = Layer(weight_dtype=weight_dtype)
+    shapes = (4, 2, 3, 24), (4, 2, 1, 24), (4, 2, 1, 24), (4, 2, 72)
+    bound = {"float32": 2e-4, "bfloat16": 0.02}[dtype]  # angles are float32, of up to 1000 radians
+    for y, want, shape in zip(layer.run(rows, dtype), layer.oracle(dtype), shapes, strict=True):
+        assert y.shape == shape
+        near(y, want, bound)
+
+
+@pytest.mark.parametrize("rows", [KERNELS, pytest.param(Rows(None), marks=pytest.mark.gpu)], ids=str)
+def test_a_row_is_its_own_alone(rows):
+    """In bfloat16, whose products are the kernels': the same to the bit alone and among 8 rows."""
+    layer = Layer(B=8, T=1)
+    whole = layer.run(rows, "bfloat16")
+    for chosen in ([3], [5, 6, 2, 1, 4]):
+        for y, z in zip(layer.run(rows, "bfloat16", np.array(chosen)), whole, strict=True):
+            np.testing.assert_array_equal(y, z[chosen])
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_rows(shape, dtype):
+    layer = Layer()
+    layer.x, layer.positions = jnp.zeros((*shape, layer.K)), jnp.zeros(shape, jnp.int32)
+    assert [y.shape for y in layer.run(KERNELS, dtype)] == [
+        (*shape, 3, 24),
+        (*shape, 1, 24),
+        (*shape, 1, 24),
+        (*shape, 72),
+    ]
+
+
+# A model --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (1, 8), (2, 40)])  # the last one's rows are left to XLA
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 0.02)])
+def test_a_model_says_the_same_with_kernels(shape, dtype, bound):
+    tokens = tokens_of(*shape)
+    for found, want in zip(run_forward(tokens, KERNELS, dtype), run_forward(tokens, PLAIN, dtype), strict=True):
+        near(found, want, bound)
+
+
+def test_a_row_of_a_model_is_its_own_alone():
+    """To the bit, up to the head, whose product is XLA's."""
+    tokens = tokens_of(8, 1)
+    _, hidden = run_forward(tokens, KERNELS, "bfloat16")
+    for row in (0, 3, 7):
+        np.testing.assert_array_equal(run_forward(tokens[row : row + 1], KERNELS, "bfloat16")[1], hidden[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        ("bfloat16", (8, 1), JOINT),
+        ("bfloat16", (2, 4), JOINT),
+        ("bfloat16", (4, 16), JOINT),
+        ("bfloat16", (5, 13), {"head_rotary": 1}),  # 65 rows
+        ("float32", (8, 1), {"head_rotary": 1}),
+    ],
+)
+def test_launches_of_a_layer(dtype, shape, expected):
+    params = models.random_params(ONE_LAYER, 0)
+    call = functools.partial(forward, rows=Rows(None), dtype=dtype, config=ONE_LAYER)
+    assert kernels_of(call, params, tokens_of(*shape)) == expected
+
+
+def test_launches_of_a_models_layers():
+    call = functools.partial(forward, rows=Rows(None), dtype="bfloat16")
+    expected = {name: CONFIG.num_hidden_layers * times for name, times in JOINT.items()}
+    assert kernels_of(call, tiny_models.target_params(), tokens_of(2, 4)) == expected
+
+
+# Who hands them over --------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+def test_training_sees_no_kernel(dtype):
+    """The default of a module is plain jax: nothing in it, nor in its gradient, is a kernel."""
+    call = functools.partial(forward, rows=None, dtype=dtype)
+    tokens = tokens_of(2, 4)
+
+    def loss(params):
+        return call(params, tokens)[0].sum()
+
+    for function in (loss, jax.grad(loss)):
+        assert kernels_of(function, tiny_models.target_params()) == {}
+
+
+def test_training_of_a_block_draft_sees_no_kernel():
+    config = tiny_models.trained_draft("dflash")
+    draft, tree = BlockDraft(config, "bfloat16"), random_draft_params(config, 0)
+    shared = {"embed_tokens": jnp.ones((config.vocab_size, config.hidden_size))}
+    tokens = tokens_of(2, 4)
+    attend = models.dense_attend((None,) * config.num_hidden_layers)
+
+    def rows(tree, **given):
+        positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
+        return draft.rows({"draft": tree, **shared}, tokens, positions, attend, **given)[0]
+
+    assert kernels_of(rows, tree) == {}
+    found = kernels_of(functools.partial(rows, multiply=Rows(None)), tree)
+    assert found == {name: config.num_hidden_layers * times for name, times in JOINT.items()}
+
+
+def test_the_default_has_a_gradient():
+    """By every weight that `Rows` sees, along a drawn direction, against a difference of two losses."""
+    names, rng, tokens = (*"qkv", "gate", "up"), np.random.default_rng(1), tokens_of(2, 6)
+    names = *(f"{name}_proj" for name in names), "q_norm", "k_norm"
+    params, weight = tiny_models.target_params(), rng.normal(size=(2, 6, VOCAB)).astype(np.float32)
+    layer = params["params"]["layers_0"]
+    directions = {name: rng.normal(size=layer[name].shape).astype(np.float32) for name in names}
+    directions = {name: x * np.linalg.norm(layer[name]) / np.linalg.norm(x) for name, x in directions.items()}
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.value_and_grad
+    def loss(steps):
+        moved = layer | {name: layer[name] + steps[name] * directions[name] for name in names}
+        logits, _ = forward({"params": params["params"] | {"layers_0": moved}}, tokens, None, "float32")
+        return jnp.mean(weight * jax.nn.log_softmax(logits))
+
+    here, size = dict.fromkeys(names, 0.0), 1e-2
+    _, slopes = loss(here)
+    for name in names:
+        (above, _), (below, _) = loss(here | {name: size}), loss(here | {name: -size})
+        np.testing.assert_allclose(slopes[name], (above - below) / (2 * size), rtol=0.03, err_msg=name)
+
+
+def make_step(dtype, **how):
+    target = jaxspec.from_qwen3(models.Qwen3(CONFIG, jnp.dtype(dtype)))
+    sizes = {"batch_size": 2, "num_draft_tokens": 4, "context_len": 64, "max_new_tokens": 12, "page_size": 16}
+    config = jaxspec.SpecConfig(**sizes, prefill_chunk=20, **how)
+    return jaxspec.make_spec_step(target, jaxspec.NgramDrafter(), config, options=FAST_COMPILE)
+
+
+def test_a_step_with_kernels_says_the_same():
+    """The weights are such that no two logits of the text are close, as they are seen in bfloat16."""
+    prompts, said = [tiny_models.prompt(n) for n in (14, 9)], []
+    for backend in ("interpret", "reference"):
+        spec, params = make_step("bfloat16", kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
+        state = jaxspec.init_state(spec.target, spec.drafter, spec.config, prompts)
+        state, _ = jit_with_state(run_to_end, spec.options)(spec, params, state)
+        said.append([result.token_ids for result in read_requests(state, prompts)])
+    assert said[0] == said[1]
+    assert all(len(ids) == 12 and len(set(ids)) > 4 for ids in said[0])
+
+
+@pytest.mark.parametrize(("backend", "expected"), [(None, JOINT), ("reference", {})])
+def test_a_step_hands_over_its_kernels(backend, expected):
+    """To every forward of its target: those of a verify are counted, and of a prompt's chunk."""
+    arm = launches.Arm(
+        "", "", "", make_step("bfloat16", kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
+    )
+    traced = launches.trace(arm)
+    for phase in ("verify", "prefill chunk"):
+        found = {name: times for name, times in traced["other_kernels"][phase].items() if name in JOINT}
+        assert found == {name: CONFIG.num_hidden_layers * times for name, times in expected.items()}
