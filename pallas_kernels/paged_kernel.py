@@ -6,7 +6,7 @@ scores, their running maximum, the sum of their powers and the weighted sum of V
 are at most is known at compile time, how many a context has follows from its length:
 
     keys lo .. hi of the tile       1000 .. 5096, 4096 keys
-    parts, of at least 128 keys     min(plan.usual_parts, 4096 // 128) = 4, say: 1024 keys each, in whole blocks
+    parts, one for 128 keys begun   min(plan.usual_parts, ceil(4096 / 128)) = 4, say: 1024 keys each, in whole blocks
 
 Programs of parts that are not there end at once. The launch so depends on shapes alone, and no bit of a request's
 result depends on the other requests. Parts meet in a second launch, a program a row; a single part writes the result

@@ -16,7 +16,8 @@ class Sizes(NamedTuple):
     waves         how often, at least and at most, the programs of contexts that are not long should fill the device
     processors    of the device; those of an H200. Another number costs time alone
     full_wave     share of processors in use on the average of all waves that is good enough to look no further
-    least_keys    of a part: less is not worth its share of the second launch
+    least_keys    so many, begun, may have a part of their own; less than twice as many at most are one part, since
+                  little is not worth a second launch
     most_keys     of a part, so that one long context among short ones does not run alone on a few processors
     scratch       float32 cells of all parts; 2**26 are 256 MB
     tile          most rows of a tile
@@ -170,7 +171,9 @@ class Plan:
 
         good = (parts for parts in range(least, most + 1) if in_use(parts) >= self.sizes.full_wave)
         usual = next(good, max(range(least, most + 1), key=in_use))
-        return max(1, min(usual, -(-self._keys // self.sizes.least_keys)))
+        # A few keys more than those of one part are not worth a second launch.
+        keys, each = self._keys, self.sizes.least_keys
+        return max(1, min(usual, -(-keys // each))) if keys >= 2 * each else 1
 
     @functools.cached_property
     def parts(self) -> int:

@@ -460,6 +460,8 @@ PROGRAMS = {  # arguments of `shapes`, of the call, launches
     "float32": ({"dtype": "float32"}, {}, 2),
     "float16": ({"dtype": "float16"}, {}, 2),
     "a window": ({}, {"window": 128}, 1),
+    "the widest window of one part": ({}, {"window": 252}, 1),  # 255 keys of four rows
+    "a window of two parts": ({}, {"window": 253}, 2),
     "a block draft": ({"D": 8}, {"causal": False}, 2),
     "a short context": ({"P": 8}, {}, 1),
     "one request": ({"B": 1, "D": 1}, {}, 2),
