@@ -159,6 +159,7 @@ def test_a_model_says_the_same_with_kernels(shape, dtype, bound):
         near(found, want, bound)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU XLA may cut its products by their rows")
 def test_a_row_of_a_model_is_its_own_alone():
     """To the bit, up to the head, whose product is XLA's."""
     tokens = tokens_of(8, 1)
