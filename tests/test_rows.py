@@ -69,10 +69,7 @@ def near(found, want, bound):
 
 
 class Layer:
-    """Rows and weights of a layer of K = 200, 3 heads of 24 channels for queries and 1 for keys and values, 72 inner.
-
-    Positions differ from row to row.
-    """
+    """Rows [B, T, 200] at positions of their own, and the weights of a layer."""
 
     K, HEADS, KV_HEADS, HEAD_DIM, INNER = 200, 3, 1, 24, 72
 
@@ -162,6 +159,7 @@ def test_a_model_says_the_same_with_kernels(shape, dtype, bound):
         near(found, want, bound)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU XLA may cut its products by their rows")
 def test_a_row_of_a_model_is_its_own_alone():
     """To the bit, up to the head, whose product is XLA's."""
     tokens = tokens_of(8, 1)
@@ -225,40 +223,40 @@ def test_training_of_a_block_draft_sees_no_kernel():
 
 
 def test_the_default_has_a_gradient():
-    """By every weight that `Rows` sees, along a drawn direction, against a difference of two losses."""
-    names, rng, tokens = (*"qkv", "gate", "up"), np.random.default_rng(1), tokens_of(2, 6)
-    names = *(f"{name}_proj" for name in names), "q_norm", "k_norm"
-    params, weight = tiny_models.target_params(), rng.normal(size=(2, 6, VOCAB)).astype(np.float32)
+    """By every weight that `Rows` sees, along the gradient itself, against a difference of two losses."""
+    names = *(f"{name}_proj" for name in (*"qkv", "gate", "up")), "q_norm", "k_norm"
+    tokens, params = tokens_of(2, 6), tiny_models.target_params()
+    weight = np.random.default_rng(1).normal(size=(2, 6, VOCAB)).astype(np.float32)
     layer = params["params"]["layers_0"]
-    directions = {name: rng.normal(size=layer[name].shape).astype(np.float32) for name in names}
-    directions = {name: x * np.linalg.norm(layer[name]) / np.linalg.norm(x) for name, x in directions.items()}
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     @jax.value_and_grad
-    def loss(steps):
-        moved = layer | {name: layer[name] + steps[name] * directions[name] for name in names}
+    def loss(moves):
+        moved = layer | {name: layer[name] + move for name, move in moves.items()}
         logits, _ = forward({"params": params["params"] | {"layers_0": moved}}, tokens, None, "float32")
-        return jnp.mean(weight * jax.nn.log_softmax(logits))
+        return jnp.sum(weight * jax.nn.log_softmax(logits))
 
-    here, size = dict.fromkeys(names, 0.0), 1e-2
+    here = {name: np.zeros_like(layer[name]) for name in names}
     _, slopes = loss(here)
     for name in names:
-        (above, _), (below, _) = loss(here | {name: size}), loss(here | {name: -size})
-        np.testing.assert_allclose(slopes[name], (above - below) / (2 * size), rtol=0.03, err_msg=name)
+        length, size = np.linalg.norm(slopes[name]), 3e-3 * np.linalg.norm(layer[name])
+        step = size / length * slopes[name]
+        (above, _), (below, _) = loss(here | {name: step}), loss(here | {name: -step})
+        np.testing.assert_allclose((above - below) / (2 * size), length, rtol=0.02, err_msg=name)
 
 
-def make_step(dtype, **how):
-    target = jaxspec.from_qwen3(models.Qwen3(CONFIG, jnp.dtype(dtype)))
+def make_step(model, **how):
+    target = jaxspec.from_qwen3(models.Qwen3(model, jnp.bfloat16))
     sizes = {"batch_size": 2, "num_draft_tokens": 4, "context_len": 64, "max_new_tokens": 12, "page_size": 16}
     config = jaxspec.SpecConfig(**sizes, prefill_chunk=20, **how)
     return jaxspec.make_spec_step(target, jaxspec.NgramDrafter(), config, options=FAST_COMPILE)
 
 
 def test_a_step_with_kernels_says_the_same():
-    """The weights are such that no two logits of the text are close, as they are seen in bfloat16."""
-    prompts, said = [tiny_models.prompt(n) for n in (14, 9)], []
+    """In bfloat16; of these texts the largest logit is 0.3 or more above the next, four times what kernels change."""
+    prompts, said = [tiny_models.prompt(n) for n in (20, 28)], []
     for backend in ("interpret", "reference"):
-        spec, params = make_step("bfloat16", kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
+        spec, params = make_step(ONE_LAYER, kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
         state = jaxspec.init_state(spec.target, spec.drafter, spec.config, prompts)
         state, _ = jit_with_state(run_to_end, spec.options)(spec, params, state)
         said.append([result.token_ids for result in read_requests(state, prompts)])
@@ -270,7 +268,7 @@ def test_a_step_with_kernels_says_the_same():
 def test_a_step_hands_over_its_kernels(backend, expected):
     """To every forward of its target: those of a verify are counted, and of a prompt's chunk."""
     arm = launches.Arm(
-        "", "", "", make_step("bfloat16", kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
+        "", "", "", make_step(CONFIG, kernel_backend=backend), jaxspec.Params(tiny_models.target_params())
     )
     traced = launches.trace(arm)
     for phase in ("verify", "prefill chunk"):
