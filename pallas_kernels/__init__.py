@@ -20,6 +20,7 @@
     pool_scores             scores of pooled keys, read page by page
     row_products            a few rows times matrices of a layer, gated or side by side
     head_rotary             norms and rotates the heads of queries and keys
+    store_rows              the K and V rows of a forward, each where its slot lies
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
     commit_context_rows     norms, rotates and stores the accepted context rows of a draft's layers
@@ -56,6 +57,7 @@ from pallas_kernels.pool_scores import PagedIndex, pool_scores
 from pallas_kernels.row_products import row_products
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
+from pallas_kernels.store_rows import store_rows
 from pallas_kernels.top_ids import top_ids
 from pallas_kernels.views import View
 from pallas_kernels.window import draft_write_window
@@ -102,5 +104,6 @@ __all__ = [
     "replay_state_indices",
     "row_products",
     "state_scatter",
+    "store_rows",
     "top_ids",
 ]

@@ -36,9 +36,10 @@ KERNELS = (
     "pool_scores",
     "row_products",
     "head_rotary",
+    "store_rows",
 )
 # Those that `dispatch` runs: Triton or the reference.
-TILED = ("paged_attention", "pool_scores", "row_products", "head_rotary")
+TILED = ("paged_attention", "pool_scores", "row_products", "head_rotary", "store_rows")
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 

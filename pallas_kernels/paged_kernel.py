@@ -250,14 +250,14 @@ def _load(ref, row, first, width: int, lanes: int, real, place: RowPlace | None 
         mask = inside if mask is None else mask & inside
     cell = lane + first
     if place is not None and place.end > W:
-        more, cell = _cells(first, lane, width, W, grain)
+        more, cell = cells_of(first, lane, width, W, grain)
         row += more if more.ndim == 0 else more[None]
     index = row, jnp.broadcast_to(cell[None], shape)
     found = pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))
     return found if place is None else as_dtype(found, place.dtype)
 
 
-def _cells(first, lane, width: int, W: int, grain: int):
+def cells_of(first, lane, width: int, W: int, grain: int):
     """Rows to go down and columns of the cells first + lane, W a row.
 
     In the two usual cases the columns are seen to be neighbours, and many are loaded by one instruction.

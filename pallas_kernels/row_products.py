@@ -197,7 +197,7 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
         inside = None if out.shape[1] % sizes.columns == 0 else column < out.shape[1]
         own = matrices[each * number : each * (number + 1)]
         step = functools.partial(product_step, limit, sizes.depth, x, own, row, column, real, inside, 0)
-        # A loop for each output, of no turns but for the program's own: in a branch its loads would not be pipelined.
+        # A loop for each output, of no turns but for the program's own, and no branch around a product.
         count = np.int32(turns) if mine is None else mine.astype(jnp.int32) * np.int32(turns)
         sums = lax.fori_loop(np.int32(0), count, step, sums)
         places.append((out, column, inside, mine))

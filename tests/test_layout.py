@@ -416,10 +416,11 @@ def test_offsets_do_not_wrap():
     cache = PoolCache(buffer=jnp.zeros(()), layout=layout)
     last = layout.num_pages("full") * 128 - 1
     assert last > 21846
-    places = jax.jit(lambda slots: cache._places(15, slots)[0])(jnp.array([0, 21845, 21846, last], jnp.int32))
+    place, slots = cache.rows(15).place, jnp.array([0, 21845, 21846, last], jnp.int32)
+    places = jax.jit(place.row)(slots) + place.key // layout.unit
     assert places.dtype == jnp.int32
-    assert places[:, 0].tolist() == [slot * 1536 + 15 * 96 for slot in (0, 21845, 21846, last)]
-    assert int(places[-1, 0]) + 96 == layout.num_pages("full") * layout.page_units("full")
+    assert places.tolist() == [slot * 1536 + 15 * 96 for slot in (0, 21845, 21846, last)]
+    assert int(places[-1]) + 96 == layout.num_pages("full") * layout.page_units("full")
 
 
 @pytest.mark.gpu

@@ -93,7 +93,7 @@ def attend_pooled(
         raise TypeError("metadata.state_slots is None: a sparse layer has a ring a request; give their slots")
     table = unmarked(metadata.page_table, "full")
     v = jnp.zeros((*k.shape[:3], 0), k.dtype) if v is None else v
-    cache = cache.write(layer, unmarked(metadata.window.full_loc, "full"), k, v)
+    cache = cache.write(layer, unmarked(metadata.window.full_loc, "full"), k, v, metadata.backend)
     cache = close_pools(cache, layer, index, metadata)
 
     queries, factors = quantize_query(index.query)

@@ -123,7 +123,7 @@ def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> 
     in_swa = spec.storage == "swa"
     slots = unmarked(metadata.window.swa_loc if in_swa else metadata.window.full_loc, spec.storage)
     table = unmarked(metadata.swa_page_table if in_swa else metadata.page_table, spec.storage)
-    cache = cache.write(layer, slots, k, v)
+    cache = cache.write(layer, slots, k, v, metadata.backend)
     positions = metadata.query_positions
     out = attend_stored(cache, layer, q, table, positions, metadata.cache_seqlens, backend=metadata.backend)
     return out, cache

@@ -414,8 +414,8 @@ def _notes(settings: Settings, rows: Sequence[Row], rate: float | None, on_gpu: 
         found.append("There is no GPU: these times mean nothing.")
     copies = statistics.median(row.copied.median for row in rows) / 1e3
     found += [
-        f"Copy: {copies:.1f} GB/s read and written, calls of {COPY_TURNS} x {settings.copy_bytes >> 20} MiB, in turn with the "
-        "rounds.",
+        f"Copy: {copies:.1f} GB/s read and written, calls of {COPY_TURNS} x {settings.copy_bytes >> 20} MiB, in turn "
+        "with the rounds.",
         f"Medians of {settings.runs} calls of {settings.rounds} rounds, one dispatch each, from {settings.context} "
         "committed tokens on; the state is put back within the call.",
         "Transfers: one more call ran with every transfer between host and device forbidden.",

@@ -30,20 +30,19 @@ from jax import lax
 
 from jaxspec.cache.layers import ACCUMULATED, KPoolSpec, LayerSpec, StatePart, StateSpec, check_pools
 from jaxspec.cache.layout import PoolLayout
-from pallas_kernels import PagedIndex, PagedRows, RowPlace, View, state_scatter
+from pallas_kernels import PagedIndex, PagedRows, RowPlace, View, state_scatter, store_rows
+from pallas_kernels.dispatch import supported
 
 Array = jax.Array
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
-def _join(spec: LayerSpec, k: Array, v: Array | None, dtype) -> Array:
-    """[B, D, key_width + value_width]: the K row, then the V row, as they are stored."""
-    rows, parts = [], [("k", k, spec.key_shape), ("v", v, spec.value_shape)]
+def _check_rows(spec: LayerSpec, k: Array, v: Array | None) -> None:
+    """Raises ValueError where rows are not what the layer keeps."""
+    parts = [("k", k, spec.key_shape), ("v", v, spec.value_shape)]
     for name, array, shape in parts if spec.value_width else parts[:1]:
         if array.ndim != 4 or array.shape[2:] != shape:
             raise ValueError(f"{name} has shape {array.shape}: the layer keeps [B, D, {shape[0]}, {shape[1]}]")
-        rows.append(array.reshape(*array.shape[:2], math.prod(shape)).astype(dtype))
-    return jnp.concatenate(rows, axis=-1)
 
 
 def _bits_as(rows: Array, dtype) -> Array:
@@ -147,7 +146,7 @@ class KVCache:
     page_size: int = flax.struct.field(pytree_node=False)
     pending: dict[int, tuple[Array, ...]] = flax.struct.field(default_factory=dict)
 
-    def write(self, layer: int, slots: Array, k: Array, v: Array | None) -> "KVCache":
+    def write(self, layer: int, slots: Array, k: Array, v: Array | None, backend: str | None = None) -> "KVCache":
         """Stores rows of one layer.
 
         Args:
@@ -155,14 +154,14 @@ class KVCache:
           slots: int32[B, D], physical slots of the layer's kind, all different but for those in the sink.
           k: [B, D, num_kv_heads, head_dim].
           v: [B, D, num_kv_heads, value_dim]; anything, None say, if the layer keeps no V.
+          backend: who stores them, see `pallas_kernels.store_rows` (static).
 
         Returns:
-          The cache with row (b, j) at slots[b, j], in the cache dtype; all else is as it was. In place where the
-          buffers are donated.
+          The cache with row (b, j) at slots[b, j], in the cache dtype; what the sink holds may be anything, and all
+          else is as it was. In place where the buffers are donated.
         """
-        buffer = self._rows(layer)
-        rows = _join(self.layers[layer], k, v, buffer.dtype)
-        buffer = buffer.at[slots].set(rows, mode=IN_BOUNDS)
+        _check_rows(self.layers[layer], k, v)
+        buffer = store_rows(self.rows(layer), slots, k, v, backend=supported(backend)).buffer
         pooled = isinstance(self.layers[layer], KPoolSpec)
         return self._with_buffer(layer, self.buffers[layer]._replace(rows=buffer) if pooled else buffer)
 
@@ -313,20 +312,10 @@ class PoolCache:
         """Tokens a page."""
         return self.layout.page_size
 
-    def _places(self, layer: int, slots: Array) -> tuple[Array, int]:
-        """First unit of the layer's rows in each slot, [..., 1], and how many units they fill.
-
-        A product below `layout.units`, which is below 2**31: an index of elements would wrap, one of units cannot.
-        """
-        row = self.layout.row(layer, self.lanes == "draft")
-        start = self.layout.slot_units(row.kind, slots) + row.key
-        return start[..., None], row.key_units + row.value_units
-
-    def write(self, layer: int, slots: Array, k: Array, v: Array | None) -> "PoolCache":
+    def write(self, layer: int, slots: Array, k: Array, v: Array | None, backend: str | None = None) -> "PoolCache":
         """Stores rows of one layer; see `KVCache.write`."""
-        start, units = self._places(layer, slots)
-        rows = _join(self.layers[layer], k, v, self.layout.dtype)
-        return self._put(start, units, lax.bitcast_convert_type(rows, self.buffer.dtype))
+        _check_rows(self.layers[layer], k, v)
+        return self.replace(buffer=store_rows(self.rows(layer), slots, k, v, backend=supported(backend)).buffer)
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer; see `KVCache.read`."""

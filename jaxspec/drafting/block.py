@@ -161,7 +161,7 @@ class BlockDrafter:
         def attend(layer, q, k, v, cache):
             spec = cache.layers[layer]
             space = VIRTUAL if self._private else spec.storage
-            cache = cache.write(layer, unmarked(slots[f"{space}_loc"], space)[:, :rows], k, v)
+            cache = cache.write(layer, unmarked(slots[f"{space}_loc"], space)[:, :rows], k, v, metadata.backend)
             how = dict(causal=draft.causal(layer), backend=metadata.backend)
             out = attend_stored(cache, layer, q, unmarked(tables[space], space), positions, lengths, **how)
             return out, cache

@@ -215,7 +215,7 @@ class MTPDrafter:
             def attend(layer, q, k, v, index, cache, *, scale=None):
                 del index  # nothing is selected anew
                 v = jnp.zeros((*k.shape[:3], 0), k.dtype) if v is None else v
-                cache = cache.write(layer, column_of(written), k, v)
+                cache = cache.write(layer, column_of(written), k, v, metadata.backend)
                 attended = (seed + i + 1)[:, None]
                 how = dict(scale=scale, backend=metadata.backend)
                 return attend_selected(cache, layer, q, slots[:, None], attended, **how), cache
