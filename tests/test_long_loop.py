@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parent / "kernels"))
 D, PAGE, PROMPTS = 4, 16, (prompt(9), prompt(21))
 # The tiny target's greedy texts soon go round in circles; with a verifier the second request samples, and never does.
 CASES = [("static", None), ("unified", None), ("unified", "match")]
+LEAST_PIECE = 256  # bytes that the allocator of a GPU hands out at least
 DRAWN = {"temperature": [0.0, 0.9], "seed": [0, 5]}
 
 
@@ -153,7 +154,11 @@ def repeat(spec, rounds, repetitions):
         del before, told
         held.append(memory_held())
     assert len(traces) == 1 and call._cache_size() == 1
-    assert held[-1] == held[1], f"memory after each repetition: {held}"
+    # Something left behind by each repetition would be as many of the allocator's least pieces, or arrays. On an H200
+    # one piece more was once there after the last of ten.
+    (first, peak), (last, last_peak) = held[1], held[-1]
+    grown = (last - first) / (LEAST_PIECE if jax.default_backend() == "gpu" else 1)
+    assert grown < max(repetitions - 2, 1) and last_peak == peak, f"memory after each repetition: {held}"
     for repetition, told in enumerate(seen):
         assert (int(told.status), int(told.rounds)) == (OK, rounds), f"repetition {repetition}"
         for name in ("tokens", "log", "retired"):
