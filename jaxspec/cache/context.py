@@ -6,8 +6,9 @@ A forward of the target gives those of all its rows; only the accepted ones may 
 
 import jax
 
-from jaxspec.cache.kv import KVCache, PoolCache
+from jaxspec.cache.kv import KVCache
 from jaxspec.cache.layers import POSITION, KPoolSpec
+from jaxspec.cache.pool import PoolCache
 from jaxspec.metadata.ids import Ids, unmarked
 from pallas_kernels import View, commit_context_rows
 

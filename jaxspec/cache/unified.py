@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.compaction import FREE, FULL, HOLE, MAP, OWNER, PLACE, SWA, columns, make_room
-from jaxspec.cache.kv import PoolCache
 from jaxspec.cache.layout import PoolLayout
 from jaxspec.cache.pages import UNBOUND, read_first, retirement_threshold
+from jaxspec.cache.pool import PoolCache
 from pallas_kernels import page_zero
 
 Array = jax.Array
