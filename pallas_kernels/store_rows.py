@@ -111,7 +111,7 @@ def _kernel(rows: PagedRows, slots, k, v, *, interpret: bool):
     firsts = [place.key] if v is None else [place.key, place.value]
     sources = [part.reshape(slots.size, -1) for part in (k, v) if part is not None]
     lanes = power(max(source.shape[1] for source in sources))
-    cells = as_bits(rows.buffer) if interpret else rows.buffer
+    cells = as_bits(rows.buffer) if interpret else rows.buffer  # of a pool on a device nothing makes another array
 
     def body(before, slots, *refs):
         del before

@@ -182,21 +182,20 @@ def test_widths(kv_heads, head_dim, value_dim, pool, backend):
 def test_dtypes(of_rows, dtype, backend):
     """Of the cache, and of K and V, which are rounded to the nearest even number of it."""
     k_dtype, v_dtype = of_rows if isinstance(of_rows, tuple) else (of_rows, of_rows)
-    for pool in (None, BETWEEN):
-        rng = np.random.default_rng(1)
-        problem = Problem(rng, pool=pool, dtype=dtype, k_dtype=k_dtype, v_dtype=v_dtype, padding=0)
-        # Ties, and what has no number in a smaller dtype.
-        edges = np.array([0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, np.inf, -np.inf, 1e30, -70000])
+    pool = BETWEEN if dtype == "bfloat16" else None
+    rng = np.random.default_rng(1)
+    problem = Problem(rng, pool=pool, dtype=dtype, k_dtype=k_dtype, v_dtype=v_dtype, padding=0)
+    # Ties, and what has no number in a smaller dtype.
+    edges = np.array([0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, np.inf, -np.inf, 1e30, -70000])
+    with np.errstate(over="ignore"):
         for part in (problem.k, problem.v):
-            with np.errstate(over="ignore"):
-                part[0, 0, 0, : len(edges)] = edges.astype(part.dtype)
-        with np.errstate(over="ignore"):
-            problem.check(backend)
+            part[0, 0, 0, : len(edges)] = edges.astype(part.dtype)
+        problem.check(backend)
 
 
 @each_backend
 @pytest.mark.parametrize("pool", [None, BETWEEN], ids=["own", "pool"])
-@pytest.mark.parametrize(("B", "D"), [(1, 1), (1, 8), (2, 8), (1, 129), (5, 1)])
+@pytest.mark.parametrize(("B", "D"), [(1, 1), (2, 8), (1, 129), (5, 1)])
 def test_rows(B, D, pool, backend):
     Problem(np.random.default_rng(D), B=B, D=D, pool=pool).check(backend)
 
@@ -284,7 +283,7 @@ def test_v_of_latent_rows_is_not_looked_at(backend):
         assert_same(problem, bits(np.asarray(after.buffer)), problem.oracle(), backend)
 
 
-@settings(max_examples=15, deadline=None, database=None)
+@settings(max_examples=12, deadline=None, database=None)
 @given(st.data())
 def test_random(data):
     """An entry of K and V in a unit of the pool, or of several."""
