@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.lanes import as_bits, from_bits
 from pallas_kernels.paged_attention import backend_for
 from pallas_kernels.paged_kernel import cells_of
 from pallas_kernels.paged_plan import power
@@ -46,7 +47,7 @@ def store_rows(
       may be anything, and all else is as it was. In place where the buffer is donated.
 
     Raises:
-      ValueError: shapes that do not fit, or a backend that cannot run it.
+      ValueError: shapes that do not fit, entries that do not fill whole rows, or a backend that cannot run it.
 
     Source: the K/V write of PagedAttention (arXiv 2309.06180); the design is ours.
 
@@ -59,21 +60,33 @@ def store_rows(
     place = rows.place
     backends.check(backend)
     v = None if place.values_are_keys else v
-    _check(place, slots, k, v)
+    _check(rows, slots, k, v)
     if 0 in (k.size, rows.buffer.size):
         return rows
-    buffer = dispatch("store_rows", backend_for(backend, k, rows), _kernel, _reference, (rows, slots, k, v))
+    for part in (k, v):
+        backend = backend if part is None else backend_for(backend, part, rows)
+    buffer = dispatch("store_rows", backend, _kernel, _reference, (rows, slots, k, v))
     return PagedRows(buffer, place)
 
 
-def _check(place: RowPlace, slots, k, v) -> None:
-    if slots.ndim != 2 or slots.dtype != jnp.int32:
+def _check(rows: PagedRows, slots, k, v) -> None:
+    place, W = rows.place, rows.buffer.shape[1]
+    if getattr(slots, "ndim", None) != 2 or slots.dtype != jnp.int32:
         raise ValueError(f"slots is {describe(slots)}: give int32[B, D]")
     for name, array, width in (("k", k, place.head_dim), ("v", v, place.value_dim)):
         wanted = (*slots.shape, place.kv_heads, width)
-        if width and (array is None or array.shape != wanted):
-            found = None if array is None else describe(array)
-            raise ValueError(f"{name} is {found}: with slots {describe(slots)} the rows take {list(wanted)}")
+        if not width or (getattr(array, "shape", None) == wanted and jnp.issubdtype(array.dtype, jnp.floating)):
+            continue
+        found = None if array is None else describe(array)
+        raise ValueError(f"{name} is {found}: with slots {describe(slots)} give floats {list(wanted)}")
+    keys, values = place.kv_heads * place.head_dim, place.kv_heads * place.value_dim
+    # The reference stores K and V by one scatter of whole rows of the buffer.
+    if W and (place.key % W or (keys + values) % W or (values and place.value != place.key + keys)):
+        raise ValueError(
+            f"rows has K of {keys} elements from element {place.key} of an entry on, V of {values} from {place.value} "
+            f"on, in rows of {W}: V must follow K at once, and both together fill whole rows; choose such a RowPlace, "
+            "or a buffer of narrower rows"
+        )
 
 
 def _reference(rows: PagedRows, slots, k, v):
@@ -98,6 +111,7 @@ def _kernel(rows: PagedRows, slots, k, v, *, interpret: bool):
     firsts = [place.key] if v is None else [place.key, place.value]
     sources = [part.reshape(slots.size, -1) for part in (k, v) if part is not None]
     lanes = power(max(source.shape[1] for source in sources))
+    cells = as_bits(rows.buffer) if interpret else rows.buffer  # of a pool on a device nothing makes another array
 
     def body(before, slots, *refs):
         del before
@@ -109,15 +123,16 @@ def _kernel(rows: PagedRows, slots, k, v, *, interpret: bool):
             store = functools.partial(_store, place, source, buffer, token, slot, first, lanes)
             pl.when((side == number) & (slot >= place.page_size))(store)
 
-    return pl.pallas_call(
+    after = pl.pallas_call(
         body,
         grid=(slots.size * len(sources),),
         name="store_rows",
-        out_shape=jax.ShapeDtypeStruct(rows.buffer.shape, rows.buffer.dtype),
+        out_shape=jax.ShapeDtypeStruct(cells.shape, cells.dtype),
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=max(1, min(MOST_WARPS, lanes // LANES)), num_stages=1),
         interpret=interpret,
-    )(rows.buffer, slots.reshape(-1), *sources)
+    )(cells, slots.reshape(-1), *sources)
+    return from_bits(after, rows.buffer.dtype)
 
 
 def _store(place: RowPlace, source, buffer, token, slot, first: int, lanes: int) -> None:
@@ -132,6 +147,6 @@ def _store(place: RowPlace, source, buffer, token, slot, first: int, lanes: int)
         found = lax.bitcast_convert_type(found, buffer.dtype)
     row, column = jnp.full_like(lane, 0) + place.row(slot), lane + first
     if place.end > W:
-        more, column = cells_of(first, lane, width, W, first)
+        more, column = cells_of(np.int32(first), lane, width, W, first)
         row += more
     pltriton.store(buffer.at[row, column], found, mask=mask)

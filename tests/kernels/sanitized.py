@@ -27,6 +27,7 @@ import numpy as np
 import test_head_rotary
 import test_pool_scores
 import test_row_products
+import test_store_rows
 import test_top_ids
 
 from pallas_kernels import backend as backends
@@ -122,6 +123,15 @@ def multiply(backend, N, K, widths, gated):
     problem.check(problem.run(backend, jnp.asarray(problem.x), tuple(map(jnp.asarray, problem.weights))))
 
 
+def store(backend, **sizes):
+    """The buffer ends with the last entry's last cell, up to its row of the buffer, and that entry is stored."""
+    problem = test_store_rows.Problem(np.random.default_rng(0), **sizes)
+    place, (page, token) = problem.place, divmod(int(problem.slots[-1, -1]), problem.page_size)
+    end = page * place.page_rows + token * place.entry_rows - (-place.end // problem.W)
+    problem.before = problem.before[:end]
+    problem.check(backend)
+
+
 def select(backend, count, budget):
     """Lengths below nothing and past the end, too; NaN behind the live scores."""
     rng = np.random.default_rng(count)
@@ -182,6 +192,11 @@ PRODUCTS = {  # name: call of a backend, which compares it with the reference; '
     "row products, gated": functools.partial(multiply, N=5, K=200, widths=(256, 256), gated=True),
     "row products, several": functools.partial(multiply, N=18, K=200, widths=(128, 64, 192), gated=False),
     "row products, masks": functools.partial(multiply, N=33, K=77, widths=(70, 1), gated=False),
+    # Masked lanes of the last rows lie behind k, v and the buffer.
+    "store rows": functools.partial(store, kv_heads=3, head_dim=24, value_dim=40, B=3, D=9),
+    "store rows, pool": functools.partial(
+        store, head_dim=24, value_dim=40, B=3, D=9, pool=attention.Pool(8, before=8, section=1)
+    ),
 }
 SELECTIONS = {
     "top ids": functools.partial(select, count=300, budget=7),
