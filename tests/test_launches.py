@@ -324,7 +324,8 @@ def test_a_round_compiled_for_sm_90(capsys, monkeypatch, tmp_path):
 
 
 def test_a_fused_round_compiled_for_sm_90(capsys, monkeypatch, folder):
-    """The compiled program has one metadata kernel a forward, and what is left around it is less than without."""
+    """The compiled program has one metadata kernel a forward, and with what is cut out of its buffer for the kernels
+    of attention and of K and V it starts no more than without."""
     if reason := aot.missing():
         pytest.skip(reason)
     quick = {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
@@ -333,7 +334,7 @@ def test_a_fused_round_compiled_for_sm_90(capsys, monkeypatch, folder):
     assert status == 0
     ordinary, fused = (arm["compiled"]["metadata"] for arm in result["arms"])
     assert all(fused[phase] >= 1 for phase in ("draft", "verify", "extend"))
-    assert sum(fused.values()) < sum(ordinary.values())
+    assert sum(fused.values()) <= sum(ordinary.values())
 
 
 @pytest.mark.parametrize(
