@@ -34,10 +34,10 @@ class SpecConfig:
       logprobs: whether the log-probability of every emitted token is kept: the target's own, at temperature 1 and of
         all tokens, however the request samples.
       pool_seed: None, or a seed that shuffles which physical page is handed out; no result depends on it.
-      kernel_backend: who runs the kernels of metadata, of attention and of the rows of Qwen3 layers (their products,
-        norms and rotation): None chooses by device; or 'reference', 'interpret', 'triton' or 'mosaic', with which
-        attention and rows are as with None. Metadata are equal to the bit, attention and rows up to the order of their
-        sums and what is rounded in between.
+      kernel_backend: who runs the kernels of metadata, of attention, of storing K and V and of the rows of Qwen3 layers
+        (their products, norms and rotation): None chooses by device; or 'reference', 'interpret', 'triton' or 'mosaic',
+        with which all but the metadata are as with None. Metadata and what is stored are equal to the bit, attention
+        and rows up to the order of their sums and what is rounded in between.
       kpool_metadata_fusion: whether one kernel writes all metadata of a forward of a model with sparse layers (KPool),
         where geometry and platform allow it; `make_spec_step` decides, once. No value depends on it.
     """

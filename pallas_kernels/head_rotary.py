@@ -66,8 +66,8 @@ def head_rotary(
       cos, sin: float32[N, half], of the angles of each row, 1 <= half <= head_dim / 2.
       q_scale, k_scale: [head_dim], any float. None: these heads are rotated alone.
       eps: of the norm (static).
-      backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`. Only the reference has a
-        derivative.
+      backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`. Only 'reference',
+        named, has a derivative.
 
     Returns:
       (q, k), new arrays of the same shapes and dtype.
@@ -171,7 +171,8 @@ def _rounded(wide, dtype):
         return near
     # What float16 holds with fewer digits, multiples of 2 ** -24, reduce_precision makes 0.
     few = lax.round(wide * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
-    return jnp.where(jnp.abs(wide) < np.float32(2**-14), few, near)
+    # Rounding has no slope of its own: what is corrected passes none on.
+    return jnp.where(jnp.abs(wide) < np.float32(2**-14), near + lax.stop_gradient(few - near), near)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------

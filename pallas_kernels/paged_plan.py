@@ -131,7 +131,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """Blocks on their way at a time: as many as there is room for, one where parts are of one block."""
-        if self._keys <= self.usual_parts * self.block:
+        if self._keys <= min(self.usual_parts, self.parts) * self.block:
             return 1
         block = self.block * self._itemsize * (self.key if self.rows.values_are_keys else self.key + self.out)
         room = self.sizes.shared_bytes - self.tile * self.key * self._itemsize

@@ -7,8 +7,7 @@ parts, and what comes right behind a product is done where its numbers are:
     several    matrices of one input are one launch, each with an output of its own; no copy joins them in memory
     gated      two matrices of one shape: silu(x @ first) * (x @ second), neither of which is stored
 
-A row's bits depend neither on the other rows nor on how many there are: a model says the same of a row alone and of a
-row among drafts.
+A row's bits depend neither on the other rows nor on how many there are, among up to 64: more are left to XLA.
 
 On an H200, 8 rows in bfloat16, XLA's own in parentheses: the gated pair of 4096 x 12288 50 us (57), three matrices of
 4096 x 6144 in all 13.5 us (11.3 to 13.7, of a copy that joins them). Left to XLA, which splits the contraction and
@@ -43,7 +42,7 @@ class Sizes(NamedTuple):
     columns    of a program
     depth      rows of a matrix a turn
     warps      of a program
-    stages     tiles on their way at a time
+    stages     tiles that are read or on their way at a time, where there is room for as many
     """
 
     columns: int
@@ -52,6 +51,9 @@ class Sizes(NamedTuple):
     stages: int
 
 
+# Bytes that tiles on their way have in a processor, by compute capability; H200's where the device is not known.
+SHARED = {(8, 0): 163_840, (8, 7): 163_840, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
+LEAST_SHARED = 101_376  # of any other that runs the kernel
 SIZES, GATED_SIZES = Sizes(64, 128, 4, 6), Sizes(128, 64, 4, 4)
 
 
@@ -64,6 +66,7 @@ class Plan:
       widths: columns of each matrix.
       gated: whether there are two, which make one output.
       sizes: how the work is cut.
+      shared: bytes that there are for tiles on their way.
     """
 
     N: int
@@ -71,11 +74,19 @@ class Plan:
     widths: tuple[int, ...]
     gated: bool
     sizes: Sizes
+    shared: int = SHARED[9, 0]
 
     @property
     def rows(self) -> int:
         """Rows of the tile, spare ones included."""
         return max(LEAST, 1 << (self.N - 1).bit_length())
+
+    @property
+    def stages(self) -> int:
+        """Tiles at a time: one is read while the others are on their way."""
+        each = 2 if self.gated else 1
+        tiles = self.sizes.depth * (self.rows + each * self.sizes.columns) * 2
+        return max(1, min(self.sizes.stages, 1 + self.shared // tiles))
 
     @property
     def outs(self) -> tuple[int, ...]:
@@ -99,7 +110,8 @@ def row_products(
     Args:
       x: [N, K], rows.
       weights: [K, M] each, M their own, in the dtype of x; two of one shape if gated.
-      backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`.
+      backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`. Only 'reference', named, has
+        a derivative.
 
     Returns:
       One array [N, M] a weight, or a single one if gated, in the dtype of x.
@@ -119,9 +131,11 @@ def row_products(
     _check(x, weights, gated)
     backends.check(backend)
     (N, K), widths = x.shape, tuple(weight.shape[1] for weight in weights)
-    plan = Plan(N, K, widths, gated, GATED_SIZES if gated else SIZES)
     if not serves(N, K, widths, x.dtype):
         return _reference(x, weights, gated=gated)
+    capability = backends._capability() or (9, 0)
+    shared = SHARED.get(capability, LEAST_SHARED)
+    plan = Plan(N, K, widths, gated, GATED_SIZES if gated else SIZES, shared)
     return dispatch(
         "row_products",
         backend,
@@ -155,6 +169,8 @@ def _reference(x, weights, *, gated: bool):
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(weight):
+        # The result's type is asked of the product itself: a float32 result cast down would make the products of the
+        # backward pass float32 ones.
         return lax.dot_general(x, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
 
     found = tuple(product(weight) for weight in weights)
@@ -173,7 +189,7 @@ def products(plan: Plan, x, weights, *, interpret: bool):
         grid=(sum(plan.blocks),),
         name="row_products",
         out_shape=[jax.ShapeDtypeStruct((plan.N, width), x.dtype) for width in plan.outs],
-        compiler_params=pltriton.CompilerParams(num_warps=plan.sizes.warps, num_stages=plan.sizes.stages),
+        compiler_params=pltriton.CompilerParams(num_warps=plan.sizes.warps, num_stages=plan.stages),
         interpret=interpret,
     )(x, *weights)
     return tuple(found)
@@ -196,7 +212,7 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
         column = lax.iota(jnp.int32, sizes.columns) + block * sizes.columns
         inside = None if out.shape[1] % sizes.columns == 0 else column < out.shape[1]
         own = matrices[each * number : each * (number + 1)]
-        step = functools.partial(product_step, limit, sizes.depth, x, own, row, column, real, inside, 0)
+        step = functools.partial(_step, limit, sizes.depth, x, own, row, column, real, inside)
         # A loop for each output, of no turns but for the program's own, and no branch around a product.
         count = np.int32(turns) if mine is None else mine.astype(jnp.int32) * np.int32(turns)
         sums = lax.fori_loop(np.int32(0), count, step, sums)
@@ -207,33 +223,32 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
         live = real
         if mine is not None:
             live = jnp.broadcast_to(mine, (rows,)) if real is None else real & mine
-        index, mask = tile_of(row, column, live, inside)
+        index, mask = _tile(row, column, live, inside)
         pltriton.store(out.at[index], result.astype(out.dtype), mask=mask)
 
 
-def product_step(limit: int | None, depth: int, x, matrices, row, column, real, inside, start, turn, sums):
+def _step(limit: int | None, depth: int, x, matrices, row, column, real, inside, turn, sums):
     """The sums [row, column] of x @ matrix, of each matrix, with one more piece of the contraction.
 
     Args:
       limit: K, what is summed over, where a piece may end behind it; None where none does.
       depth: of a piece.
       real, inside: rows and columns that there are; None for all.
-      start: where the pieces start, a multiple of `depth`.
       turn: number of the piece.
     """
-    k = lax.iota(jnp.int32, depth) + (start + turn * depth)
+    k = lax.iota(jnp.int32, depth) + turn * depth
     there = None if limit is None else k < limit
-    values = load_tile(x, row, k, real, there)
+    values = _load(x, row, k, real, there)
     dimensions = (((1,), (0,)), ((), ()))
 
     def product(matrix):
-        tile = load_tile(matrix, k, column, there, inside)
+        tile = _load(matrix, k, column, there, inside)
         return lax.dot_general(values, tile, dimensions, preferred_element_type=jnp.float32)
 
     return tuple(total + product(matrix) for total, matrix in zip(sums, matrices, strict=True))
 
 
-def tile_of(row, column, real, inside):
+def _tile(row, column, real, inside):
     """Indices of a tile of a 2-D array and its mask; None stands for all."""
     shape, mask = (row.shape[0], column.shape[0]), None
     if real is not None:
@@ -244,7 +259,7 @@ def tile_of(row, column, real, inside):
     return (jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)), mask
 
 
-def load_tile(ref, row, column, real, inside):
+def _load(ref, row, column, real, inside):
     """A tile of a 2-D array, zeros where there is nothing."""
-    index, mask = tile_of(row, column, real, inside)
+    index, mask = _tile(row, column, real, inside)
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))

@@ -1,8 +1,9 @@
 """store_rows: the K and V rows of a forward, each where its slot lies.
 
 A program stores the K or the V row of one token. Rows of padding go to slots of the sink page, as everywhere, and are
-left out: XLA's scatter stores elements of 16 bits by compare and exchange, and where a thousand rows of padding meet in
-one slot that takes a thousand times as long as the others (11.6 ms of 2,048 rows on an H200, most of them padding).
+left out. Until the kernel has been measured, XLA's scatter runs where no backend is named. For it rows of padding are
+spread over the slots of the sink page: it stores elements of 16 bits by compare and exchange, one row after the other
+where they meet in one slot (11.6 ms for 2,048 rows on an H200, most of them padding).
 """
 
 import functools
@@ -17,7 +18,6 @@ from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.lanes import as_bits, from_bits
-from pallas_kernels.paged_attention import backend_for
 from pallas_kernels.paged_kernel import cells_of
 from pallas_kernels.paged_plan import power
 from pallas_kernels.paged_rows import PagedRows, RowPlace
@@ -39,8 +39,8 @@ def store_rows(
       slots: int32[B, D], physical slots, all different but for those of the sink, page 0.
       k: [B, D, kv_heads, head_dim], any float.
       v: [B, D, kv_heads, value_dim]; ignored where the K rows are the V rows.
-      backend: 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`; None takes the kernel on CUDA, of
-        dtypes other than float32, bfloat16 and float16 the reference.
+      backend: 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`; None takes the reference, which
+        alone has a derivative.
 
     Returns:
       The rows with those of token (b, j) at slots[b, j], cast to the dtype of the cache; what the sink holds afterwards
@@ -63,9 +63,7 @@ def store_rows(
     _check(rows, slots, k, v)
     if 0 in (k.size, rows.buffer.size):
         return rows
-    for part in (k, v):
-        backend = backend if part is None else backend_for(backend, part, rows)
-    buffer = dispatch("store_rows", backend, _kernel, _reference, (rows, slots, k, v))
+    buffer = dispatch("store_rows", backend or "reference", _kernel, _reference, (rows, slots, k, v))
     return PagedRows(buffer, place)
 
 
@@ -96,7 +94,8 @@ def _reference(rows: PagedRows, slots, k, v):
     if rows.buffer.dtype != place.dtype:
         entry = lax.bitcast_convert_type(entry, rows.buffer.dtype)
     units = entry.shape[-1] // W
-    start = place.row(slots) + place.key // W
+    spread = jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape) % place.page_size
+    start = place.row(jnp.where(slots < place.page_size, spread, slots)) + place.key // W
     if units == 1:
         return rows.buffer.at[start].set(entry, mode=IN_BOUNDS)
     dimensions = lax.ScatterDimensionNumbers(

@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(capsys, monkeypatc
     status, result, err = command(capsys, "bench", "round")
     assert (status, result) == (2, None)
     (line,) = err.splitlines()
-    assert "config=8b" in line and "needs 22.3 GB in bfloat16" in line and "20.0" in line and "embedded" in line
+    assert "config=8b" in line and "needs 22.2 GB in bfloat16" in line and "20.0" in line and "embedded" in line
 
 
 def test_memory_that_nobody_tells_is_infinite_or_known():

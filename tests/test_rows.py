@@ -218,7 +218,7 @@ def test_training_of_a_block_draft_sees_no_kernel():
         return draft.rows({"draft": tree, **shared}, tokens, positions, attend, **given)[0]
 
     assert kernels_of(rows, tree) == {}
-    found = kernels_of(functools.partial(rows, multiply=Rows(None)), tree)
+    found = kernels_of(functools.partial(rows, kernels=Rows(None)), tree)
     assert found == {name: config.num_hidden_layers * times for name, times in JOINT.items()}
 
 

@@ -326,6 +326,7 @@ def report(settings: Settings, rows: Sequence[Row], rate: float | None) -> Repor
         "title": title_of(settings, rate),
         **named,
         "rows": [_entry(row) for row in rows],
+        "copy": {"bytes": settings.copy_bytes, "turns": COPY_TURNS},
         "goals": reached,
         "notes": lines,
     }

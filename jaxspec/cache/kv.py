@@ -12,7 +12,8 @@ those of a page are addressed like its slots. Its ring is addressed like a state
 
 Two views with one interface, `write` and `read`, `write_state`, `read_state` and `commit_state`, `write_index`,
 `read_index`, `index_pages`, `write_tail` and `read_tail`: `KVCache` keeps an array a layer, `PoolCache` all of them in
-one pool. In both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter or one gather.
+one pool. In both, K and V of a layer and slot are neighbours, K first, so that each call is one scatter, gather or
+launch.
 
 Inside a device loop XLA copies a slice of an array that is also updated, in every turn. Layers of a `KVCache` therefore
 stay separate arrays, and nothing ever slices, reshapes, converts or bitcasts a pool.

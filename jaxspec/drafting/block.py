@@ -168,8 +168,8 @@ class BlockDrafter:
 
         first = jnp.arange(rows, dtype=jnp.int32) == 0
         tokens = jnp.where(first, context.anchor[:, None], draft.config.mask_token_id)
-        multiply = Rows(metadata.backend)
-        hidden, cache = draft.rows(params, tokens, positions, attend, state.cache, multiply)
+        kernels = Rows(metadata.backend)
+        hidden, cache = draft.rows(params, tokens, positions, attend, state.cache, kernels)
         logits = draft.logits(params, hidden[:, rows - num_drafts :])
         tokens, probs = self.choose(params, logits, context.anchor, context.sampling, context.seq_lens)
         count = jnp.full(context.anchor.shape, num_drafts, jnp.int32)

@@ -100,7 +100,7 @@ class BlockDraft:
         positions: Array,
         attend: Attend,
         cache: Any = None,
-        multiply: Rows = PLAIN,
+        kernels: Rows = PLAIN,
     ) -> tuple[Array, Any]:
         """Runs the layers over a block.
 
@@ -112,7 +112,7 @@ class BlockDraft:
             `Qwen3`, keys normed and rotated. It decides what a row sees: the context in front of the block, cut by the
             layer's window, and the block, up to the row itself where `causal(layer)`.
           cache: handed from call to call.
-          multiply: who multiplies rows with the weights.
+          kernels: who computes the products, norms and rotation of rows.
 
         Returns:
           hidden `dtype` [B, q, H], the stream after the final norm, and the last cache.
@@ -123,7 +123,7 @@ class BlockDraft:
         for layer in range(config.num_hidden_layers):
             block = Qwen3Layer(config, layer, self.dtype)
             params = {"params": tree[f"layers_{layer}"]}
-            x, cache = block.apply(params, x, cos, sin, attend, cache, multiply)
+            x, cache = block.apply(params, x, cos, sin, attend, cache, kernels)
         return rms_norm(x, tree["norm"], config.rms_norm_eps, self.dtype), cache
 
     def logits(self, params: Any, hidden: Array) -> Array:

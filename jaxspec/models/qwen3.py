@@ -145,7 +145,7 @@ class Qwen3(nn.Module):
           cache: handed to the first call of `attend`, then from call to call; any pytree, or None.
           logit_rows: int32 [B, K], rows 0 to T - 1 whose logits are wanted; None means all T.
           taps: m layers, 0 to L - 1 (static), whose features are wanted in place of the normed stream.
-          rows: who multiplies rows with the weights (static).
+          rows: who computes the products, norms and rotation of rows (static).
 
         Returns:
           logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or, with taps,

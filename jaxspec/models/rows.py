@@ -1,4 +1,4 @@
-"""How the rows of a forward meet the weights: what a decoder computes row by row and a kernel may do at once.
+"""What a decoder computes row by row and kernels may do at once: products with the weights, norms, rotation.
 
 Modules take a `Rows`, as they take `attend`. The default computes everything in plain jax, which can be differentiated;
 a step hands over one that leaves to kernels what they do faster.
@@ -71,8 +71,8 @@ class Rows:
         q, k, v = self._products(x, weights, dtype)
         count, widths = q.shape[0], (q.shape[1], k.shape[1], v.shape[1])
         if not serves(count, x.shape[-1], widths, dtype):
-            # XLA joins the three products. A kernel's arrays would be cut out of the joint one, a launch each; what
-            # lies in it is read there, and of the joint rows themselves XLA makes the product's result.
+            # XLA joined the three products wherever it was looked at. A kernel's arrays would be cut out of the joint
+            # one, a launch each; q and k are read where they lie in it instead. What stores V still has it cut out.
             joint, row = jnp.concatenate([q, k, v], axis=-1), sum(widths)
             strides = row, heads.head_dim, 1
             split = [
