@@ -401,3 +401,18 @@ def test_on_a_gpu(name):
     problem.check(whole)
     for rows in ([0], list(range(problem.N // 2, problem.N))):
         assert_same_bits(problem.run("triton", problem.x[rows]), [y[rows] for y in whole])
+
+
+# What the compiler asked for on a device of compute capability 8.9 with as many tiles as `Sizes` names.
+REQUESTS = {(8, False): 102_400, (64, False): 163_840, (8, True): 104_448, (64, True): 122_880}
+
+
+@pytest.mark.parametrize(("N", "gated"), REQUESTS)
+def test_tiles_fit_into_the_memory_that_a_device_has_for_them(N, gated):
+    sizes = module.GATED_SIZES if gated else module.SIZES
+    widths, each = (256, 256), REQUESTS[N, gated] // (sizes.stages - 1)
+    for shared in (module.LEAST_SHARED, *module.SHARED.values()):
+        stages = module.Plan(N, 512, widths, gated, sizes, shared).stages
+        assert 2 <= stages <= sizes.stages and (stages - 1) * each <= shared
+        assert stages == sizes.stages or stages * each > shared  # and no more room is left unused
+    assert module.Plan(N, 512, widths, gated, sizes).stages == sizes.stages  # on an H200
