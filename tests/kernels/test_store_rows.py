@@ -460,7 +460,7 @@ def test_compiles_for_sm_90(name, tmp_path):
     if reason := aot.missing():
         pytest.skip(reason)
     place, arrays = shapes_of(**SHAPES[name])
-    program = aot.compile_for_h200(function_of(place, None), *arrays, dump=tmp_path)
+    program = aot.compile_for_h200(function_of(place, "triton"), *arrays, dump=tmp_path)
     assert aot.launches(program) == collections.Counter({"custom-call": 1}), program.as_text()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == arrays[0].size * arrays[0].dtype.itemsize
