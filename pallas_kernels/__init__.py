@@ -20,6 +20,7 @@
     pool_scores             scores of pooled keys, read page by page
     row_products            a few rows times matrices of a layer, gated or side by side
     head_rotary             norms and rotates the heads of queries and keys
+    store_heads             head_rotary and store_rows in one launch
     store_rows              the K and V rows of a forward, each where its slot lies
     page_zero               zeroes pages of several sizes in one buffer
     state_scatter           moves the accepted state of each request to its slot
@@ -55,8 +56,10 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.pool_scores import PagedIndex, pool_scores
 from pallas_kernels.row_products import row_products
+from pallas_kernels.row_sums import row_sums
 from pallas_kernels.state_indices import CommitSteps, commit_track_indices, replay_state_indices
 from pallas_kernels.state_scatter import state_scatter
+from pallas_kernels.store_heads import store_heads
 from pallas_kernels.store_rows import store_rows
 from pallas_kernels.top_ids import top_ids
 from pallas_kernels.views import View
@@ -103,7 +106,9 @@ __all__ = [
     "pool_scores",
     "replay_state_indices",
     "row_products",
+    "row_sums",
     "state_scatter",
+    "store_heads",
     "store_rows",
     "top_ids",
 ]

@@ -37,9 +37,11 @@ KERNELS = (
     "row_products",
     "head_rotary",
     "store_rows",
+    "store_heads",
+    "row_sums",
 )
 # Those that `dispatch` runs: Triton or the reference.
-TILED = ("paged_attention", "pool_scores", "row_products", "head_rotary", "store_rows")
+TILED = ("paged_attention", "pool_scores", "row_products", "head_rotary", "store_rows", "store_heads", "row_sums")
 CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}  # oldest CUDA device of each compiled backend
 _UNAVAILABLE = {"triton": triton.unavailable, "mosaic": mosaic.unavailable}
 

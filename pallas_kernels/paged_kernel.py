@@ -173,6 +173,10 @@ def _block(plan: Plan, interpret: bool, buffer, table, request, head, at, querie
             page, offset = _div(page, rows.page_size)
         entry = page * rows.page_rows + offset * rows.entry_rows
         keys = part(entry, there, rows.key, rows.head_dim, plan.key)
+        values = keys
+        # Where no other block is on its way, V is asked for before K is waited for.
+        if plan.stages == 1 and not rows.values_are_keys:
+            values = part(entry, there, rows.value, rows.value_dim, plan.out)
         scores = _product(queries, keys, 1, interpret) * factor
         if masked:
             seen = there[None] & (key[None] <= at[:, None] if plan.causal else at[:, None] >= 0)
@@ -184,9 +188,7 @@ def _block(plan: Plan, interpret: bool, buffer, table, request, head, at, querie
         if masked:
             weights = jnp.where(seen, weights, 0.0)
         fade = jnp.exp2(peak - higher)
-        if rows.values_are_keys:
-            values = keys
-        else:
+        if plan.stages > 1 and not rows.values_are_keys:
             values = part(entry, there, rows.value, rows.value_dim, plan.out)
         sums = sums * fade[:, None] + _product(weights.astype(queries.dtype), values, 0, interpret)
         return higher, total * fade + jnp.sum(weights, axis=1), sums

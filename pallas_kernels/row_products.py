@@ -6,6 +6,7 @@ parts, and what comes right behind a product is done where its numbers are:
 
     several    matrices of one input are one launch, each with an output of its own; no copy joins them in memory
     gated      two matrices of one shape: silu(x @ first) * (x @ second), neither of which is stored
+    divided    by the root mean squares of other rows, which end the norm that `row_sums` began
 
 A row's bits depend neither on the other rows nor on how many there are, among up to 64: more are left to XLA.
 
@@ -65,6 +66,7 @@ class Plan:
       N, K: rows, and what a product sums over.
       widths: columns of each matrix.
       gated: whether there are two, which make one output.
+      eps: under the root of what products are divided by; None if by nothing.
       sizes: how the work is cut.
       shared: bytes that there are for tiles on their way.
     """
@@ -73,6 +75,7 @@ class Plan:
     K: int
     widths: tuple[int, ...]
     gated: bool
+    eps: float | None
     sizes: Sizes
     shared: int = SHARED[9, 0]
 
@@ -100,9 +103,17 @@ class Plan:
 
 
 def row_products(
-    x: Array, weights: tuple[Array, ...], *, gated: bool = False, backend: str | None = None
+    x: Array,
+    weights: tuple[Array, ...],
+    *,
+    gated: bool = False,
+    squares: Array | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
 ) -> tuple[Array, ...]:
     """`x @ weight` of each weight; or, gated, silu(x @ first) * (x @ second).
+
+    With squares each row of a product is first divided by sqrt(sum(squares) / K + eps) of that row.
 
     Sums are float32. The kernel serves bfloat16 and float16 and up to 64 rows; anything else is left to XLA, and so is
     a single matrix, with which it is as fast.
@@ -110,6 +121,8 @@ def row_products(
     Args:
       x: [N, K], rows.
       weights: [K, M] each, M their own, in the dtype of x; two of one shape if gated.
+      squares: float32[N, blocks], as of `row_sums`: the sum of a row is K times a mean square. None: no division.
+      eps: (static).
       backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`. Only 'reference', named, has
         a derivative.
 
@@ -128,21 +141,17 @@ def row_products(
     >>> row_products(x, (ones, 2 * ones), gated=True)[0].tolist()  # 4 * sigmoid(4) * 8
     [[31.5, 31.5]]
     """
-    _check(x, weights, gated)
+    _check(x, weights, gated, squares)
     backends.check(backend)
-    (N, K), widths = x.shape, tuple(weight.shape[1] for weight in weights)
+    (N, K), widths, eps = x.shape, tuple(weight.shape[1] for weight in weights), float(eps)
+    reference = functools.partial(_reference, gated=gated, eps=eps)
     if not serves(N, K, widths, x.dtype):
-        return _reference(x, weights, gated=gated)
+        return reference(x, weights, squares)
     capability = backends._capability() or (9, 0)
     shared = SHARED.get(capability, LEAST_SHARED)
-    plan = Plan(N, K, widths, gated, GATED_SIZES if gated else SIZES, shared)
-    return dispatch(
-        "row_products",
-        backend,
-        functools.partial(products, plan),
-        functools.partial(_reference, gated=gated),
-        (x, tuple(weights)),
-    )
+    plan = Plan(N, K, widths, gated, None if squares is None else eps, GATED_SIZES if gated else SIZES, shared)
+    by_kernel = functools.partial(products, plan)
+    return dispatch("row_products", backend, by_kernel, reference, (x, tuple(weights), squares))
 
 
 def serves(N: int, K: int, widths: tuple[int, ...], dtype) -> bool:
@@ -152,7 +161,7 @@ def serves(N: int, K: int, widths: tuple[int, ...], dtype) -> bool:
     return max(N * K, K * max(widths), N * max(widths)) < 2**31  # cells of an array are counted in 32 bits
 
 
-def _check(x, weights, gated: bool) -> None:
+def _check(x, weights, gated: bool, squares) -> None:
     if len(getattr(x, "shape", ())) != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {describe(x)}: give floating [N, K]")
     for number, weight in enumerate(weights):
@@ -164,8 +173,12 @@ def _check(x, weights, gated: bool) -> None:
     if gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
         raise ValueError(f"weights are {[describe(weight) for weight in weights]}: gated takes two of one shape")
 
+    shape = getattr(squares, "shape", ())
+    if squares is not None and (len(shape) != 2 or shape[0] != x.shape[0] or squares.dtype != jnp.float32):
+        raise ValueError(f"squares is {describe(squares)}: give float32[{x.shape[0]}, blocks], or None: no division")
 
-def _reference(x, weights, *, gated: bool):
+
+def _reference(x, weights, squares, *, gated: bool, eps: float):
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(weight):
@@ -174,15 +187,19 @@ def _reference(x, weights, *, gated: bool):
         return lax.dot_general(x, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
 
     found = tuple(product(weight) for weight in weights)
+    if squares is not None:
+        factor = lax.rsqrt(jnp.sum(squares, axis=-1, keepdims=True) * np.float32(1 / x.shape[1]) + np.float32(eps))
+        found = tuple((each * factor).astype(x.dtype) for each in found)
     return (jax.nn.silu(found[0]) * found[1],) if gated else found
 
 
-def products(plan: Plan, x, weights, *, interpret: bool):
+def products(plan: Plan, x, weights, squares, *, interpret: bool):
     """`row_products` in one launch."""
-    count = len(weights)
+    first = 1 if squares is None else 2
+    last = first + len(weights)
 
     def body(x, *refs):
-        _columns(plan, x, refs[:count], refs[count:])
+        _columns(plan, x, *refs[: first - 1], matrices=refs[first - 1 : last - 1], outs=refs[last - 1 :])
 
     found = pl.pallas_call(
         body,
@@ -191,11 +208,11 @@ def products(plan: Plan, x, weights, *, interpret: bool):
         out_shape=[jax.ShapeDtypeStruct((plan.N, width), x.dtype) for width in plan.outs],
         compiler_params=pltriton.CompilerParams(num_warps=plan.sizes.warps, num_stages=plan.stages),
         interpret=interpret,
-    )(x, *weights)
+    )(x, *([] if squares is None else [squares]), *weights)
     return tuple(found)
 
 
-def _columns(plan: Plan, x, matrices, outs) -> None:
+def _columns(plan: Plan, x, squares=None, *, matrices, outs) -> None:
     """A block of columns of one output."""
     sizes, rows, program = plan.sizes, plan.rows, pl.program_id(0)
     row = lax.iota(jnp.int32, rows)
@@ -218,6 +235,12 @@ def _columns(plan: Plan, x, matrices, outs) -> None:
         sums = lax.fori_loop(np.int32(0), count, step, sums)
         places.append((out, column, inside, mine))
         first += blocks
+    if squares is not None:
+        blocks = squares.shape[1]
+        block = lax.iota(jnp.int32, 1 << (blocks - 1).bit_length())
+        mean = jnp.sum(_load(squares, row, block, real, None if blocks == len(block) else block < blocks), axis=1)
+        factor = lax.rsqrt(mean * np.float32(1 / plan.K) + np.float32(plan.eps))[:, None]
+        sums = [total * factor for total in sums]
     result = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if plan.gated else sums[0]
     for out, column, inside, mine in places:
         live = real

@@ -60,14 +60,15 @@ def store_rows(
     place = rows.place
     backends.check(backend)
     v = None if place.values_are_keys else v
-    _check(rows, slots, k, v)
+    check_rows(rows, slots, k, v)
     if 0 in (k.size, rows.buffer.size):
         return rows
-    buffer = dispatch("store_rows", backend or "reference", _kernel, _reference, (rows, slots, k, v))
+    buffer = dispatch("store_rows", backend or "reference", _kernel, stored, (rows, slots, k, v))
     return PagedRows(buffer, place)
 
 
-def _check(rows: PagedRows, slots, k, v) -> None:
+def check_rows(rows: PagedRows, slots, k, v) -> None:
+    """Raises ValueError for arguments against the rules of `store_rows`."""
     place, W = rows.place, rows.buffer.shape[1]
     if getattr(slots, "ndim", None) != 2 or slots.dtype != jnp.int32:
         raise ValueError(f"slots is {describe(slots)}: give int32[B, D]")
@@ -87,7 +88,8 @@ def _check(rows: PagedRows, slots, k, v) -> None:
         )
 
 
-def _reference(rows: PagedRows, slots, k, v):
+def stored(rows: PagedRows, slots, k, v):
+    """The buffer, by one scatter of whole rows of it."""
     place, W = rows.place, rows.buffer.shape[1]
     parts = [part.reshape(*slots.shape, -1).astype(place.dtype) for part in (k, v) if part is not None]
     entry = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]

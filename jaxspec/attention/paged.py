@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from jaxspec.attention.heads import Heads
 from jaxspec.cache import KVCache, PoolCache
 from jaxspec.metadata.ids import unmarked
+from pallas_kernels import store_heads
 from pallas_kernels.dispatch import supported
 from pallas_kernels.paged_rows import attend_rows, readable_slots
 
@@ -103,7 +105,37 @@ def attend_stored(
     return pallas_kernels.paged_attention(q, cache.rows(layer), page_table, positions, cache_seqlens, **how)
 
 
-def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> tuple[Array, Cache]:
+def store(
+    cache: Cache,
+    layer: int,
+    slots: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    heads: Heads | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Cache]:
+    """Stores the K and V rows of a forward.
+
+    Args:
+      cache, layer, q, k, v, heads: as in `attend`.
+      slots: int32[B, D], physical slots of the layer's kind, all different but for those in the sink.
+      backend: who stores, see `pallas_kernels` (static).
+
+    Returns:
+      q as attention takes it, [B, D, heads, head_dim], and the cache with row (b, j) at slots[b, j].
+    """
+    if heads is None:
+        return q, cache.write(layer, slots, k, v, backend)
+    how = dict(divisor=heads.rows, divisor_eps=heads.rows_eps, backend=supported(backend))
+    q, rows = store_heads(cache.rows(layer), slots, q, k, v, **heads.arguments, **how)
+    return heads.by_request(q), cache.with_rows(layer, rows)
+
+
+def attend(
+    cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata, *, heads: Heads | None = None
+) -> tuple[Array, Cache]:
     """Stores the K and V rows of this forward and attends over the cache: what a model calls once a layer.
 
     Args:
@@ -113,6 +145,8 @@ def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> 
       k, v: [B, D, num_kv_heads, head_dim]; v's last axis is `value_dim` where the layer has one.
       metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward. Its `backend` says who
         attends.
+      heads: how queries and keys are normed and rotated; q, k and v are then [B * D, heads, head_dim], as projected,
+        and that is done by what stores them. None: it is done.
 
     Returns:
       [B, D, heads, value_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose
@@ -123,7 +157,7 @@ def attend(cache: Cache, layer: int, q: Array, k: Array, v: Array, metadata) -> 
     in_swa = spec.storage == "swa"
     slots = unmarked(metadata.window.swa_loc if in_swa else metadata.window.full_loc, spec.storage)
     table = unmarked(metadata.swa_page_table if in_swa else metadata.page_table, spec.storage)
-    cache = cache.write(layer, slots, k, v, metadata.backend)
+    q, cache = store(cache, layer, slots, q, k, v, heads=heads, backend=metadata.backend)
     positions = metadata.query_positions
     out = attend_stored(cache, layer, q, table, positions, metadata.cache_seqlens, backend=metadata.backend)
     return out, cache

@@ -77,9 +77,12 @@ class KVCache:
           else is as it was. In place where the buffers are donated.
         """
         check_rows(self.layers[layer], k, v)
-        buffer = store_rows(self.rows(layer), slots, k, v, backend=supported(backend)).buffer
+        return self.with_rows(layer, store_rows(self.rows(layer), slots, k, v, backend=supported(backend)))
+
+    def with_rows(self, layer: int, rows: PagedRows) -> "KVCache":
+        """The cache with rows of one layer in place of its own, as a kernel that was given them left them."""
         sparse = isinstance(self.layers[layer], KPoolSpec)
-        return self._with_buffer(layer, self.buffers[layer]._replace(rows=buffer) if sparse else buffer)
+        return self._with_buffer(layer, self.buffers[layer]._replace(rows=rows.buffer) if sparse else rows.buffer)
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer: int32[B, S] slots give keys [B, S, num_kv_heads, head_dim] and values

@@ -66,7 +66,11 @@ class PoolCache:
     def write(self, layer: int, slots: Array, k: Array, v: Array | None, backend: str | None = None) -> "PoolCache":
         """Stores rows of one layer; see `KVCache.write`."""
         check_rows(self.layers[layer], k, v)
-        return self.replace(buffer=store_rows(self.rows(layer), slots, k, v, backend=supported(backend)).buffer)
+        return self.with_rows(layer, store_rows(self.rows(layer), slots, k, v, backend=supported(backend)))
+
+    def with_rows(self, layer: int, rows: PagedRows) -> "PoolCache":
+        """The cache with rows of one layer in place of its own; see `KVCache.with_rows`."""
+        return self.replace(buffer=rows.buffer)
 
     def read(self, layer: int, slots: Array) -> tuple[Array, Array]:
         """Rows of one layer; see `KVCache.read`."""

@@ -23,7 +23,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.attention.paged import attend_stored
+from jaxspec.attention.paged import attend_stored, store
 from jaxspec.cache import KVCache, LayerSpec, PoolCache, init_cache
 from jaxspec.cache.context import commit_context
 from jaxspec.cache.pages import read_first
@@ -158,17 +158,18 @@ class BlockDrafter:
         positions = metadata.window.positions[:, :rows]
         lengths = jnp.minimum(context.seq_lens + rows, limit)
 
-        def attend(layer, q, k, v, cache):
+        def attend(layer, q, k, v, cache, heads=None):
             spec = cache.layers[layer]
             space = VIRTUAL if self._private else spec.storage
-            cache = cache.write(layer, unmarked(slots[f"{space}_loc"], space)[:, :rows], k, v, metadata.backend)
+            there = unmarked(slots[f"{space}_loc"], space)[:, :rows]
+            q, cache = store(cache, layer, there, q, k, v, heads=heads, backend=metadata.backend)
             how = dict(causal=draft.causal(layer), backend=metadata.backend)
             out = attend_stored(cache, layer, q, unmarked(tables[space], space), positions, lengths, **how)
             return out, cache
 
         first = jnp.arange(rows, dtype=jnp.int32) == 0
         tokens = jnp.where(first, context.anchor[:, None], draft.config.mask_token_id)
-        kernels = Rows(metadata.backend)
+        kernels = Rows(metadata.backend, attend)
         hidden, cache = draft.rows(params, tokens, positions, attend, state.cache, kernels)
         logits = draft.logits(params, hidden[:, rows - num_drafts :])
         tokens, probs = self.choose(params, logits, context.anchor, context.sampling, context.seq_lens)

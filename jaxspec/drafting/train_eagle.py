@@ -27,7 +27,7 @@ from jaxspec.models.draft_checkpoint import load_draft, random_draft_params, sav
 from jaxspec.models.eagle import Eagle3
 from jaxspec.models.eagle_config import Eagle3Config
 from jaxspec.models.hybrid import Hybrid
-from jaxspec.models.qwen3 import Attend
+from jaxspec.models.rows import Attend
 from jaxspec.models.train_attention import attend_with
 
 Array = jax.Array

@@ -18,8 +18,8 @@ from jax import lax
 
 from jaxspec.cache import LayerSpec
 from jaxspec.models.block_config import BlockDraftConfig
-from jaxspec.models.qwen3 import Attend, Qwen3Layer, dot, rotary_angles
-from jaxspec.models.rows import PLAIN, Rows, rms_norm
+from jaxspec.models.qwen3 import Qwen3Layer, rotary_angles
+from jaxspec.models.rows import PLAIN, Attend, Rows, dot, rms_norm
 
 Array = jax.Array
 

@@ -139,7 +139,11 @@ class FlaxApply:
         def advance(layer, update, cache):
             return recur(cache, layer, update, metadata)
 
-        carried = {"rows": Rows(metadata.backend)} if isinstance(self.module, Qwen3) else {"recur": advance}
+        def turn_and_attend(layer, q, k, v, cache, heads):
+            return attend(cache, layer, q, k, v, metadata, heads=heads)
+
+        dense = isinstance(self.module, Qwen3)
+        carried = {"rows": Rows(metadata.backend, turn_and_attend)} if dense else {"recur": advance}
         joined = select_and_attend if isinstance(self.module, Glm) else store_and_attend
         rows = metadata.logit_rows
         return self.module.apply(params, tokens, positions, joined, cache, logit_rows=rows, taps=self.taps, **carried)

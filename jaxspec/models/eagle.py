@@ -21,8 +21,8 @@ from jaxspec.cache import LayerSpec
 from jaxspec.errors import InputError
 from jaxspec.models.draft_tensors import DraftFormat, DraftTensor
 from jaxspec.models.eagle_config import ARCHITECTURE, Eagle3Config
-from jaxspec.models.qwen3 import Attend, dot, rotary_angles, rotate
-from jaxspec.models.rows import rms_norm
+from jaxspec.models.qwen3 import rotary_angles, rotate
+from jaxspec.models.rows import Attend, dot, rms_norm
 
 Array = jax.Array
 

@@ -24,8 +24,8 @@ from jaxspec.attention.pooling import IndexRows, compress, quantize_query
 from jaxspec.attention.selection import pool_scores, select_pools
 from jaxspec.models.glm_config import SPARSE, GlmConfig
 from jaxspec.models.hybrid import Recur, dense_recur
-from jaxspec.models.qwen3 import dot, features
-from jaxspec.models.rows import rms_norm
+from jaxspec.models.qwen3 import features
+from jaxspec.models.rows import dot, rms_norm
 from jaxspec.recurrent.conv import short_conv
 from jaxspec.recurrent.delta import gated_delta
 from jaxspec.recurrent.gates import kda_gate

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.hybrid_config import LINEAR, HybridConfig
-from jaxspec.models.qwen3 import Attend, dot, features, rotary_angles, rotate
-from jaxspec.models.rows import rms_norm
+from jaxspec.models.qwen3 import features, rotary_angles, rotate
+from jaxspec.models.rows import Attend, dot, rms_norm
 from jaxspec.recurrent.conv import short_conv
 from jaxspec.recurrent.delta import gated_delta
 

@@ -7,7 +7,7 @@ is scored at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,28 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.attention.heads import Heads
 from jaxspec.models.config import Qwen3Config
-from jaxspec.models.rows import PLAIN, Heads, Rows, rms_norm
-
-# attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-def dot(x: jax.Array, weight: jax.Array, dtype: Any, *, transposed: bool = False, out_dtype: Any = None) -> jax.Array:
-    """`x [..., K] @ weight [K, N]` (`[N, K]` if `transposed`) as one two-dimensional product: [..., N].
-
-    Both operands are taken in `dtype` and accumulated in float32; a float32 product is a true one (no TF32). The
-    leading axes are flattened, so that B requests of T rows are one matrix product of B * T rows.
-    """
-    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-    contract = (((1,), (1 if transposed else 0,)), ((), ()))
-    precision = lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
-    # The result's type is asked of the product itself: a float32 result cast down would make the products of the
-    # backward pass float32 ones.
-    out = lax.dot_general(
-        rows, weight.astype(dtype), contract, precision=precision, preferred_element_type=out_dtype or dtype
-    )
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+from jaxspec.models.rows import PLAIN, Attend, Rows, dot, rms_norm
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -81,16 +62,15 @@ class Qwen3Layer(nn.Module):
         def weight(name, height, width):
             return self.param(name, _matrix_init, (height, width))
 
-        normed = rms_norm(x, scale("input_layernorm", width), eps, dtype)
+        norm = scale("input_layernorm", width), eps
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         weights = tuple(weight(name, width, size) for name, size in sizes.items())
         norms = scale("q_norm", head_dim), scale("k_norm", head_dim)
-        q, k, v = rows.attention(normed, weights, Heads(head_dim, cos, sin, norms, eps), dtype)
-        out, cache = attend(self.layer, q, k, v, cache)
+        projected, turns = rows.projected(x, norm, weights, Heads(head_dim, cos, sin, norms, eps), dtype)
+        out, cache = rows.attend(self.layer, projected, turns, attend, cache)
         out = out.reshape(*x.shape[:-1], heads * head_dim)
-        x = x + dot(out, weight("o_proj", heads * head_dim, width), dtype)
-
-        normed = rms_norm(x, scale("post_attention_layernorm", width), eps, dtype)
+        norm = scale("post_attention_layernorm", width), eps
+        x, normed = rows.added(x, out, weight("o_proj", heads * head_dim, width), norm, dtype)
         gated = rows.gated(normed, weight("gate_proj", width, inner), weight("up_proj", width, inner), dtype)
         return x + dot(gated, weight("down_proj", inner, width), dtype), cache
 

@@ -5,17 +5,38 @@ a step hands over one that leaves to kernels what they do faster.
 """
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import View, head_rotary, row_products
+from jaxspec.attention.heads import Heads
+from pallas_kernels import View, row_products, row_sums
 from pallas_kernels.dispatch import supported
-from pallas_kernels.row_products import serves
+from pallas_kernels.row_products import MOST, serves
+from pallas_kernels.store_heads import WIDEST
 
 Array = jax.Array
+
+
+def dot(x: Array, weight: Array, dtype: Any, *, transposed: bool = False, out_dtype: Any = None) -> Array:
+    """`x [..., K] @ weight [K, N]` (`[N, K]` if `transposed`) as one two-dimensional product: [..., N].
+
+    Both operands are taken in `dtype` and accumulated in float32; a float32 product is a true one (no TF32). The
+    leading axes are flattened, so that B requests of T rows are one matrix product of B * T rows.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    precision = lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    # The result's type is asked of the product itself: a float32 result cast down would make the products of the
+    # backward pass float32 ones.
+    out = lax.dot_general(
+        rows, weight.astype(dtype), contract, precision=precision, preferred_element_type=out_dtype or dtype
+    )
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def rms_norm(x: Array, scale: Array, eps: float, dtype: Any) -> Array:
@@ -25,21 +46,24 @@ def rms_norm(x: Array, scale: Array, eps: float, dtype: Any) -> Array:
     return (wide * scale.astype(jnp.float32)).astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """How projected rows become queries and keys.
+# attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
+Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+Projected = tuple[Array | View, Array | View, Array | View]  # q, k, v, each [B * T, heads, hd]
+SPLIT = 8  # pieces of a contraction whose parts `row_sums` adds up, if it divides them
+
+
+class Normed(NamedTuple):
+    """Rows that went through a norm, or the most of it.
 
     Attributes:
-      head_dim: hd, channels of a head.
-      cos, sin: float32[B, T, 1, half], of the angles of each row; the first 2 * half channels of a head are rotated.
-      scales: those of the norms of queries and of keys, float[hd] each.
-      eps: of these norms.
+      rows: [B, T, K]; where there are squares the rows before the norm times its scale, and what products make of them
+        is still to be divided.
+      squares: float32[B * T, blocks], whose sum is that of the squares of a row before the norm; None: all is done.
+      eps: of the norm.
     """
 
-    head_dim: int
-    cos: Array
-    sin: Array
-    scales: tuple[Array, Array]
+    rows: Array
+    squares: Array | None
     eps: float
 
 
@@ -47,58 +71,99 @@ class Heads:
 class Rows:
     """What is computed of rows [B, T, K] and weights.
 
+    A norm in front of products of few rows is a launch that they wait for. It is ended behind them instead, by launches
+    that are there anyway: (x / rms(x) * scale) @ weight is ((x * scale) @ weight) / rms(x).
+
     Attributes:
       backend: who runs the kernels, as in `pallas_kernels`; 'reference' is plain jax.
+      turning: an `Attend` that takes q, k and v as they are projected, and as its last argument the `Heads` by which it
+        norms and rotates them on their way to the cache; None where the `Attend` of the call is to get them done.
 
     Example:
-      >>> ones = jnp.ones((4, 2))
-      >>> Rows().gated(jnp.ones((1, 3, 4)), ones, 2 * ones, "float32").shape
+      >>> x, scale, ones = jnp.ones((1, 3, 4)), jnp.ones(4), jnp.ones((4, 2))
+      >>> _, normed = Rows().added(x, x, jnp.eye(4), (scale, 1e-6), "float32")
+      >>> Rows().gated(normed, ones, 2 * ones, "float32").shape
       (1, 3, 2)
     """
 
     backend: str | None = "reference"
+    turning: Callable[..., tuple[Array, Any]] | None = None
 
-    def attention(self, x: Array, weights: tuple[Array, Array, Array], heads: Heads, dtype: Any) -> tuple[Array, ...]:
-        """Queries, keys and values of rows [B, T, K], as attention takes them.
+    def projected(
+        self, x: Array, norm: tuple[Array, float], weights: tuple[Array, ...], heads: Heads, dtype: Any
+    ) -> tuple[Projected, Heads]:
+        """Queries, keys and values of normed rows.
 
         Args:
+          x: [B, T, K].
+          norm: scale [K] and eps of the `rms_norm` that the rows go through first.
           weights: [K, Hq * hd], [K, Hkv * hd] and [K, Hkv * hd].
+          heads: what is to become of them.
           dtype: of products and results; sums are float32, float32 products true ones (no TF32).
 
         Returns:
-          q [B, T, Hq, hd] and k [B, T, Hkv, hd], normed and rotated, and v [B, T, Hkv, hd].
+          q [B * T, Hq, hd], k and v [B * T, Hkv, hd], arrays, or Views of a joint product; and the heads, which may
+          have been left to end the norm.
         """
-        q, k, v = self._products(x, weights, dtype)
-        count, widths = q.shape[0], (q.shape[1], k.shape[1], v.shape[1])
-        if not serves(count, x.shape[-1], widths, dtype):
-            # XLA joined the three products wherever it was looked at. A kernel's arrays would be cut out of the joint
-            # one, a launch each; q and k are read where they lie in it instead. What stores V still has it cut out.
-            joint, row = jnp.concatenate([q, k, v], axis=-1), sum(widths)
-            strides = row, heads.head_dim, 1
-            split = [
-                (offset, (count, width // heads.head_dim, heads.head_dim))
-                for offset, width in ((0, widths[0]), (widths[0], widths[1]))
-            ]
-            q, k = (View(joint, offset, shape, strides) for offset, shape in split)
-            v = joint[:, row - widths[2] :]
+        (scale, eps), count, widths = norm, x.shape[0] * x.shape[1], [weight.shape[1] for weight in weights]
+        if self.turning is not None and self._ends_later(count, x.shape[-1], dtype):
+            heads = dataclasses.replace(heads, rows=x.reshape(count, x.shape[-1]), rows_eps=eps)
+            x = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)  # by whatever made x
         else:
-            q, k = (rows.reshape(count, -1, heads.head_dim) for rows in (q, k))
-        turns = (turn.reshape(count, turn.shape[-1]) for turn in (heads.cos, heads.sin))
-        norms = dict(zip(("q_scale", "k_scale"), heads.scales, strict=True))
-        q, k = head_rotary(q, k, *turns, **norms, eps=heads.eps, backend=supported(self.backend))
-        return tuple(
-            rows.reshape(*x.shape[:-1], width // heads.head_dim, heads.head_dim)
-            for rows, width in zip((q, k, v), widths, strict=True)
-        )
+            x = rms_norm(x, scale, eps, dtype)
+        shapes = [(count, width // heads.head_dim, heads.head_dim) for width in widths]
+        found = self._products(x, weights, dtype)
+        if serves(count, x.shape[-1], widths, dtype):
+            return tuple(rows.reshape(shape) for rows, shape in zip(found, shapes, strict=True)), heads
+        # XLA joined the three products wherever it was looked at. A kernel's arrays would be cut out of the joint one,
+        # a launch each; they are read where they lie in it instead.
+        buffer, strides = jnp.concatenate(found, axis=-1), (sum(widths), heads.head_dim, 1)
+        starts = 0, widths[0], widths[0] + widths[1]
+        return tuple(View(buffer, start, shape, strides) for start, shape in zip(starts, shapes, strict=True)), heads
 
-    def gated(self, x: Array, gate: Array, up: Array, dtype: Any) -> Array:
-        """silu(x @ gate) * (x @ up), [B, T, M]."""
-        return self._products(x, (gate, up), dtype, gated=True)[0].reshape(*x.shape[:-1], gate.shape[1])
+    def attend(self, layer: int, rows: Projected, heads: Heads, attend: Attend, cache: Any) -> tuple[Array, Any]:
+        """`attend`, or what takes its place, of projected rows: out [B, T, Hq, hd] and the cache."""
+        if self.turning is not None:
+            return self.turning(layer, *rows, cache, heads)
+        q, k = heads.turned(*rows[:2], supported(self.backend))
+        v = rows[2].read() if isinstance(rows[2], View) else rows[2]
+        return attend(layer, q, k, heads.by_request(v), cache)
 
-    def _products(self, x, weights, dtype, *, gated=False):
+    def added(
+        self, x: Array, rows: Array, weight: Array, norm: tuple[Array, float], dtype: Any
+    ) -> tuple[Array, Normed]:
+        """x + rows @ weight, and what `gated` takes of it.
+
+        Args:
+          x: [B, T, M].
+          rows, weight: [B, T, K] and [K, M].
+          norm: scale [M] and eps of the `rms_norm` that the sum goes through.
+          dtype: of the product and of the results.
+        """
+        (scale, eps), (B, T, M), K = norm, x.shape, rows.shape[-1]
+        if not self._ends_later(B * T, M, dtype):
+            x = x + dot(rows, weight, dtype)
+            return x, Normed(rms_norm(x, scale, eps, dtype), None, eps)
+        S = math.gcd(K, SPLIT)
+        pieces = rows.reshape(B * T, S, K // S).astype(dtype), weight.reshape(S, K // S, M).astype(dtype)
+        parts = jnp.einsum("nsk,skm->snm", *pieces, preferred_element_type=jnp.float32)
+        x, scaled, squares = row_sums(parts, x.reshape(B * T, M), scale, backend=supported(self.backend))
+        return x.reshape(B, T, M), Normed(scaled.reshape(B, T, M), squares, eps)
+
+    def gated(self, normed: Normed, gate: Array, up: Array, dtype: Any) -> Array:
+        """silu(rows @ gate) * (rows @ up), [B, T, M], of normed rows [B, T, K]."""
+        (found,) = self._products(normed.rows, (gate, up), dtype, gated=True, squares=normed.squares, eps=normed.eps)
+        return found.reshape(*normed.rows.shape[:-1], gate.shape[1])
+
+    def _ends_later(self, count: int, K: int, dtype: Any) -> bool:
+        """Whether the norm of so many rows [count, K] in front of several products is ended behind them. Float16 may
+        not hold rows times a scale."""
+        return self.backend != "reference" and jnp.dtype(dtype) == jnp.bfloat16 and 0 < count <= MOST and K <= WIDEST
+
+    def _products(self, x, weights, dtype, **how):
         # Leading axes are flattened, so that B requests of T rows are one product of B * T rows.
         flat, cast = x.reshape(-1, x.shape[-1]).astype(dtype), tuple(weight.astype(dtype) for weight in weights)
-        return row_products(flat, cast, gated=gated, backend=supported(self.backend))
+        return row_products(flat, cast, backend=supported(self.backend), **how)
 
 
 PLAIN = Rows()

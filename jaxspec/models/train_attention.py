@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.checkpoint import Config
-from jaxspec.models.qwen3 import Attend
+from jaxspec.models.rows import Attend
 
 # kernel(q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], window or None) -> out [B, T, Hq, hd]; causal
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, int | None], jax.Array]

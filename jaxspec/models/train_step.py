@@ -26,7 +26,8 @@ from jaxspec.models.corpus import END_OF_TEXT_ID, read_tokens
 from jaxspec.models.glm import GlmMTP
 from jaxspec.models.glm_config import GlmConfig
 from jaxspec.models.hybrid import Hybrid
-from jaxspec.models.qwen3 import Attend, Qwen3
+from jaxspec.models.qwen3 import Qwen3
+from jaxspec.models.rows import Attend
 from jaxspec.models.train_attention import attend_with
 from jaxspec.models.train_delta import training_recur
 
