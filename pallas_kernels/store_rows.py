@@ -63,7 +63,7 @@ def store_rows(
     check_rows(rows, slots, k, v)
     if 0 in (k.size, rows.buffer.size):
         return rows
-    buffer = dispatch("store_rows", backend or "reference", _kernel, stored, (rows, slots, k, v))
+    buffer = dispatch("store_rows", backend, _kernel, stored, (rows, slots, k, v))
     return PagedRows(buffer, place)
 
 

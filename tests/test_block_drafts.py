@@ -274,14 +274,14 @@ def test_a_step_is_the_same_for_equal_arguments():
 @pytest.mark.parametrize("memory", ["static", "unified"])
 @pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
 def test_launches_of_a_round(algorithm, memory):
-    """Metadata of the verify and nothing else for them; norms and rotation in one launch a layer; one kernel commits
+    """Metadata of the verify and nothing else for them; a launch a layer norms, rotates and stores; one kernel commits
     all layers."""
     spec, params = make_step(algorithm, memory=memory, kernel_backend=None)
     found = launches.trace(launches.Arm("", "", "", spec, params))
     metadata, others = found["metadata"], found["other_kernels"]
     assert metadata["verify"] == {"forward_metadata": 1}
     assert not metadata["draft"] and not metadata["extend"]
-    assert others["draft"] == {"head_rotary": len(spec.drafter.draft.layers)}
+    assert others["draft"] == {"store_heads": len(spec.drafter.draft.layers)}
     assert others["extend"] == {"commit_context_rows": 1} and others["prefill chunk"]["commit_context_rows"] == 1
     assert found["open_loops"] == 0
 

@@ -75,7 +75,7 @@ def test_a_dense_round(capsys, folder, words, expected):
 @pytest.mark.parametrize("memory", ["static", "unified"])
 @pytest.mark.parametrize("drafter", ["dspark", "dflash", "eagle3"])
 def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, drafter, memory):
-    """A block's layers norm and rotate in a launch each; its context rows of all layers are committed by one."""
+    """A block's layers norm, rotate and store in a launch each; its context rows of all layers are committed by one."""
     words = [f"--model={folder / 'qwen'}", f"--drafter={drafter}", f"--draft_model={folder / drafter}"]
     status, result, _ = run(capsys, *words, f"--memory={memory}", *SIZES)
     assert status == 0
@@ -84,32 +84,33 @@ def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, dra
     assert arm["traced"]["metadata"]["verify"] == {"forward_metadata": 1}
     others = {phase: arm["traced"]["other_kernels"][phase] for phase in ("draft", "extend")}
     if drafter == "eagle3":
-        assert others == {"draft": {}, "extend": {}}
+        assert others == {"draft": {"store_rows": 3}, "extend": {"store_rows": 1}}  # a chain of three
     else:
         layers = tiny_models.trained_draft(drafter).num_hidden_layers
-        assert others == {"draft": {"head_rotary": layers}, "extend": {"commit_context_rows": 1}}
+        assert others == {"draft": {"store_heads": layers}, "extend": {"commit_context_rows": 1}}
     assert arm["traced"]["open_loops"] == 0
 
 
-@pytest.mark.parametrize(("requests", "products"), [(16, 2), (17, 0)])
+@pytest.mark.parametrize(("requests", "few"), [(16, True), (17, False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_layer_of_a_qwen3_starts_for_its_rows(capsys, folder, dtype, requests, products):
-    """Norms and rotation in a launch; in bfloat16 and up to 64 rows two of products: q, k and v, and the gated pair."""
+def test_what_a_layer_of_a_qwen3_starts_for_its_rows(capsys, folder, dtype, requests, few):
+    """Heads turned and stored in a launch; in bfloat16 and up to 64 rows two of products, q, k and v and the gated pair,
+    and one that adds up parts."""
     words = [f"--dtype={dtype}", "--drafter=draft_lm", f"--draft_model={folder / 'qwen'}"]
     status, result, _ = run(capsys, f"--model={folder / 'qwen'}", *words, *SIZES, f"--num_requests={requests}")
     assert status == 0
     (arm,) = result["arms"]
     layers, others = tiny_models.CONFIG.num_hidden_layers, arm["traced"]["other_kernels"]
 
-    def kernels(forwards, products):
+    def kernels(forwards, few):
         count = layers * forwards
-        products = products if dtype == "bfloat16" else 0
-        return {"head_rotary": count} | ({"row_products": products * count} if products else {})
+        few = few and dtype == "bfloat16"
+        return {"store_heads": count} | ({"row_products": 2 * count, "row_sums": count} if few else {})
 
-    assert others["verify"] == kernels(1, products)  # 4 rows a request
-    assert others["draft"] == kernels(3, 2)  # one
+    assert others["verify"] == kernels(1, few)  # 4 rows a request
+    assert others["draft"] == kernels(3, True)  # one
     assert others["extend"] == others["commit"] == {}
-    assert others["prefill chunk"] == kernels(2, 0)  # of the target and of the draft
+    assert others["prefill chunk"] == kernels(2, False)  # of the target and of the draft
 
 
 def test_a_hybrids_states_are_no_metadata(capsys, folder):
