@@ -1,9 +1,9 @@
 """store_rows: the K and V rows of a forward, each where its slot lies.
 
 A program stores the K or the V row of one token. Rows of padding go to slots of the sink page, as everywhere, and are
-left out. Until the kernel has been measured, XLA's scatter runs where no backend is named. For it rows of padding are
-spread over the slots of the sink page: it stores elements of 16 bits by compare and exchange, one row after the other
-where they meet in one slot (11.6 ms for 2,048 rows on an H200, most of them padding).
+left out. For the reference, XLA's scatter, they are spread over the slots of the sink page: on a GPU it stores elements
+of 16 bits by compare and exchange, one row after the other where they meet in one slot (11.6 ms for 2,048 rows on an
+H200, most of them padding).
 """
 
 import functools
@@ -39,8 +39,8 @@ def store_rows(
       slots: int32[B, D], physical slots, all different but for those of the sink, page 0.
       k: [B, D, kv_heads, head_dim], any float.
       v: [B, D, kv_heads, value_dim]; ignored where the K rows are the V rows.
-      backend: 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`; None takes the reference, which
-        alone has a derivative.
+      backend: None, 'triton', 'interpret' or 'reference', as in `pallas_kernels.dispatch`. Only 'reference', named, has
+        a derivative.
 
     Returns:
       The rows with those of token (b, j) at slots[b, j], cast to the dtype of the cache; what the sink holds afterwards

@@ -84,7 +84,7 @@ def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, dra
     assert arm["traced"]["metadata"]["verify"] == {"forward_metadata": 1}
     others = {phase: arm["traced"]["other_kernels"][phase] for phase in ("draft", "extend")}
     if drafter == "eagle3":
-        assert others == {"draft": {"store_rows": 3}, "extend": {"store_rows": 1}}  # a chain of three
+        assert others == {"draft": {"store_rows": 2}, "extend": {"store_rows": 1}}  # of three drafts
     else:
         layers = tiny_models.trained_draft(drafter).num_hidden_layers
         assert others == {"draft": {"store_heads": layers}, "extend": {"commit_context_rows": 1}}
@@ -94,8 +94,7 @@ def test_a_trained_draft_lives_on_the_metadata_of_the_verify(capsys, folder, dra
 @pytest.mark.parametrize(("requests", "few"), [(16, True), (17, False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_layer_of_a_qwen3_starts_for_its_rows(capsys, folder, dtype, requests, few):
-    """Heads turned and stored in a launch; in bfloat16 and up to 64 rows two of products, q, k and v and the gated pair,
-    and one that adds up parts."""
+    """Heads turned and stored in a launch; in bfloat16 and up to 64 rows two of products, one that adds up parts."""
     words = [f"--dtype={dtype}", "--drafter=draft_lm", f"--draft_model={folder / 'qwen'}"]
     status, result, _ = run(capsys, f"--model={folder / 'qwen'}", *words, *SIZES, f"--num_requests={requests}")
     assert status == 0

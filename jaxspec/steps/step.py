@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 # host drives every turn of a device loop. The option replaces XLA's list, so the defaults are repeated.
 #
 # The order of commands is CONCURRENT: those of a graph wait for what they read, not for their neighbours. A round
-# of an 8B shape in bfloat16 (one request, D = 8, on an H200) takes 4,600 us with it and 4,622 without.
+# of an 8B shape in bfloat16 (one request, D = 8, on an H200) took 4,600 us with it and 4,622 without.
 #
 # Left as they are, since the same round (4,885 us then) gained less than 1 % or lost by each alone: dependent launches
 # (4,872), loops unrolled in the command buffer, cuBLASLt, an exhaustive search of tiles, other emitters of fusions
