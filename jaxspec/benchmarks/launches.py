@@ -6,7 +6,7 @@
 
 A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it, and to the attention if
 `jaxspec.attention` does: one or two a layer, as the longest context has one part or more. Other kernels are whatever is
-neither, by name: those that move states, commit context rows or store K and V, of a Qwen3's layers by `store_heads`; in
+neither, by name: those that move states or commit context rows, and of each layer of a Qwen3 `store_heads`; in
 bfloat16 with up to 64 rows these have twice `row_products` and once `row_sums`. Ordinary metadata of a sparse model are
 mostly plain operations, which the traced count does not see and the compiled one does.
 
