@@ -145,7 +145,7 @@ def row_products(
     backends.check(backend)
     (N, K), widths, eps = x.shape, tuple(weight.shape[1] for weight in weights), float(eps)
     reference = functools.partial(_reference, gated=gated, eps=eps)
-    if not serves(N, K, widths, x.dtype):
+    if not serves(N, K, widths, x.dtype) or (squares is not None and not squares.size):
         return reference(x, weights, squares)
     capability = backends._capability() or (9, 0)
     shared = SHARED.get(capability, LEAST_SHARED)
@@ -188,7 +188,9 @@ def _reference(x, weights, squares, *, gated: bool, eps: float):
 
     found = tuple(product(weight) for weight in weights)
     if squares is not None:
-        factor = lax.rsqrt(jnp.sum(squares, axis=-1, keepdims=True) * np.float32(1 / x.shape[1]) + np.float32(eps))
+        factor = lax.rsqrt(
+            jnp.sum(squares, axis=-1, keepdims=True) * np.float32(1 / max(1, x.shape[1])) + np.float32(eps)
+        )
         found = tuple((each * factor).astype(x.dtype) for each in found)
     return (jax.nn.silu(found[0]) * found[1],) if gated else found
 

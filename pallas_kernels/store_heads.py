@@ -101,16 +101,20 @@ def _check(rows: PagedRows, slots, k: Array, v: Array | None, divisor) -> None:
     place = rows.place
     if getattr(slots, "ndim", None) != 2 or slots.dtype != jnp.int32 or slots.size != k.shape[0]:
         raise ValueError(f"slots is {describe(slots)}: give int32[B, D], B * D = {k.shape[0]}, as k is {describe(k)}")
-    if v is not None or place.value_dim:
-        wanted = k.shape[0], place.kv_heads, place.value_dim
-        if getattr(v, "shape", None) != wanted or v.dtype != k.dtype:
-            raise ValueError(f"v is {describe(v)}: it must be {k.dtype}{list(wanted)}, as k is {describe(k)}")
-        if isinstance(v, View):
-            tiles.check_view("v", v)
+    for name, x, width in (("k", k, place.head_dim), ("v", v, place.value_dim)):
+        wanted = k.shape[0], place.kv_heads, width
+        if width and (getattr(x, "shape", None) != wanted or x.dtype != k.dtype):
+            raise ValueError(
+                f"{name} is {describe(x)}: it must be {k.dtype}{list(wanted)}, as k is {describe(k)} and rows has "
+                f"{place.kv_heads} heads of {width}"
+            )
+    if isinstance(v, View):
+        tiles.check_view("v", v)
 
     if divisor is not None:
         shape = getattr(divisor, "shape", ())
-        if len(shape) != 2 or shape[0] != k.shape[0] or not 0 < shape[1] <= WIDEST:
+        fits = len(shape) == 2 and shape[0] == k.shape[0] and 0 < shape[1] <= WIDEST
+        if not fits or not jnp.issubdtype(divisor.dtype, jnp.floating):
             raise ValueError(
                 f"divisor is {describe(divisor)}: it must be floats [{k.shape[0]}, K], K from 1 to {WIDEST}"
             )
@@ -129,6 +133,8 @@ def _reference(rows: PagedRows, slots, q, k, v, cos, sin, q_scale, k_scale, divi
         q, k, v = (None if x is None else tiles.rounded(tiles.read(x) * factor, x.dtype) for x in (q, k, v))
         q, k, v = (None if x is None else x.astype(dtype) for x in (q, k, v))
     q, k = tiles.turned(q, k, cos, sin, q_scale, k_scale, eps=eps)
+    if 0 in (k.size, rows.buffer.size):
+        return q, rows
     k, v = (None if x is None else x.reshape(*slots.shape, *x.shape[1:]) for x in (k, v))
     return q, PagedRows(stored(rows, slots, k, v), rows.place)
 

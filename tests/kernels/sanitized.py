@@ -27,6 +27,8 @@ import numpy as np
 import test_head_rotary
 import test_pool_scores
 import test_row_products
+import test_row_sums
+import test_store_heads
 import test_store_rows
 import test_top_ids
 
@@ -117,19 +119,34 @@ def turn(backend, in_rows=False, **sizes):
     test_head_rotary.assert_near(*(tuple(map(np.asarray, found)) for found in (actual, expected)))
 
 
-def multiply(backend, N, K, widths, gated):
+def multiply(backend, N, K, widths, gated, blocks=None):
     """Every array ends where the last of its cells that are read or written does."""
-    problem = test_row_products.Problem(np.random.default_rng(0), N, K, widths, gated)
-    problem.check(problem.run(backend, jnp.asarray(problem.x), tuple(map(jnp.asarray, problem.weights))))
+    problem = test_row_products.Problem(np.random.default_rng(0), N, K, widths, gated, blocks=blocks)
+    arrays = jax.tree.map(jnp.asarray, (problem.x, problem.weights, problem.squares))
+    problem.check(problem.run(backend, *arrays))
+
+
+def cut(problem):
+    """The buffer ends with the last entry's last cell, up to its row of the buffer, and that entry is stored."""
+    place, (page, token) = problem.place, divmod(int(problem.slots[-1, -1]), problem.page_size)
+    end = page * place.page_rows + token * place.entry_rows - (-place.end // problem.before.shape[1])
+    problem.before = problem.before[:end]
+    return problem
 
 
 def store(backend, **sizes):
-    """The buffer ends with the last entry's last cell, up to its row of the buffer, and that entry is stored."""
-    problem = test_store_rows.Problem(np.random.default_rng(0), **sizes)
-    place, (page, token) = problem.place, divmod(int(problem.slots[-1, -1]), problem.page_size)
-    end = page * place.page_rows + token * place.entry_rows - (-place.end // problem.W)
-    problem.before = problem.before[:end]
-    problem.check(backend)
+    cut(test_store_rows.Problem(np.random.default_rng(0), **sizes)).check(backend)
+
+
+def turn_and_store(backend, in_rows=None, **sizes):
+    """In rows, those of the last one named end with their buffer."""
+    problem = cut(test_store_heads.Problem(np.random.default_rng(0), **sizes))
+    problem.store.before = problem.before
+    problem.check(backend, problem.in_rows(in_rows) if in_rows else None)
+
+
+def add(backend, **sizes):
+    test_row_sums.Problem(np.random.default_rng(0), **sizes).check(backend)
 
 
 def select(backend, count, budget):
@@ -192,10 +209,35 @@ PRODUCTS = {  # name: call of a backend, which compares it with the reference; '
     "row products, gated": functools.partial(multiply, N=5, K=200, widths=(256, 256), gated=True),
     "row products, several": functools.partial(multiply, N=18, K=200, widths=(128, 64, 192), gated=False),
     "row products, masks": functools.partial(multiply, N=33, K=77, widths=(70, 1), gated=False),
+    "row products, divided": functools.partial(multiply, N=5, K=200, widths=(256, 256), gated=True, blocks=3),
+    "row products, divided, masks": functools.partial(multiply, N=33, K=77, widths=(70, 1), gated=False, blocks=5),
+    # Masked lanes of the last columns lie behind parts, x and the scale.
+    "row sums": functools.partial(add, N=5, M=1024, S=3),
+    "row sums, masks": functools.partial(add, N=3, M=515, S=2, dtype="float16"),
     # Masked lanes of the last rows lie behind k, v and the buffer.
     "store rows": functools.partial(store, kv_heads=3, head_dim=24, value_dim=40, B=3, D=9),
     "store rows, pool": functools.partial(
         store, head_dim=24, value_dim=40, B=3, D=9, pool=attention.Pool(8, before=8, section=1)
+    ),
+    "store heads": functools.partial(
+        turn_and_store, heads=32, kv_heads=8, head_dim=128, value_dim=128, B=2, D=4, K=4096
+    ),
+    "store heads, masks": functools.partial(
+        turn_and_store,
+        heads=9,
+        kv_heads=3,
+        head_dim=43,
+        value_dim=37,
+        half=10,
+        B=3,
+        D=5,
+        K=77,
+        dtype="float16",
+        padding=0.5,
+        pool=attention.Pool(8, before=8, section=1),
+    ),
+    "store heads, rows": functools.partial(
+        turn_and_store, in_rows="qkv", heads=9, kv_heads=3, head_dim=24, value_dim=40, half=5, B=3, D=9
     ),
 }
 SELECTIONS = {

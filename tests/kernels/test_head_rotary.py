@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import importlib
 import re
 
 import jax
@@ -15,9 +14,8 @@ import quick_compile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import View, head_rotary
+from pallas_kernels import View, head_rotary, head_tiles
 
-module = importlib.import_module("pallas_kernels.head_rotary")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["interpret", GPU]
 EVERY_BACKEND = ["reference", *BACKENDS, pytest.param(None, marks=pytest.mark.gpu)]
@@ -249,13 +247,13 @@ def test_interpreted_it_is_the_reference(head_dim, half, scale_dtype, dtype):
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (9, 3), (32, 8), (17, 12)])
 def test_every_cell_is_written_by_one_program(heads, head_dim, half):
     """Interpreted, one that writes past the end of its row goes unseen."""
-    sections = module._sections(head_dim, half)
-    parts, programs = module._parts(list(heads), max(module._power(width) for _, width in sections))
+    sections = head_tiles._sections(head_dim, half)
+    parts, programs = head_tiles.parts_of(list(heads), [head_tiles.widest_of(head_dim, half)] * 2)
     written = [np.zeros(count * head_dim, int) for count in heads]
     for program in range(programs):
         nth = next(i for i in (1, 0) if program >= parts[i].first)
         for section in sections:
-            cell, channel, mask = module._places(parts[nth], head_dim, program, *section)
+            cell, channel, mask = head_tiles.places_of(parts[nth], head_dim, program, *section)
             cell, channel = np.asarray(cell), np.asarray(channel)
             live = np.ones(cell.shape, bool) if mask is None else np.asarray(mask)
             np.testing.assert_array_equal(cell[live] % head_dim, channel[live])

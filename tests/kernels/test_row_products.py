@@ -27,17 +27,20 @@ each_form = pytest.mark.parametrize("gated", [False, True], ids=["several", "gat
 ROWS = [1, 2, 15, 16, 17, 33, 64]
 
 
+EPS = 0.25  # under the root of what is divided by; of mean squares from 0.2 to 3
+
+
 @functools.cache
 def compiled(gated, backend):
-    def call(x, weights):
-        return row_products(x, weights, gated=gated, backend=backend)
+    def call(x, weights, squares):
+        return row_products(x, weights, gated=gated, squares=squares, eps=EPS, backend=backend)
 
     return jax.jit(call, compiler_options=quick_compile.options())
 
 
 @dataclasses.dataclass
 class Problem:
-    """Of gated ones the second matrix is as wide as the first."""
+    """Of gated ones the second matrix is as wide as the first. blocks: of squares that rows are divided by, or None."""
 
     rng: np.random.Generator
     N: int = 8
@@ -45,6 +48,7 @@ class Problem:
     widths: tuple[int, ...] = (70, 70)
     gated: bool = False
     dtype: str = "bfloat16"
+    blocks: int | None = None
 
     def __post_init__(self):
         self.widths = self.widths[:1] * 2 if self.gated else self.widths
@@ -52,10 +56,14 @@ class Problem:
         # Products are a few units long, where silu is neither 0 nor the identity.
         draw = [self.rng.normal(size=(self.K, width)) * 2 / np.sqrt(max(self.K, 1)) for width in self.widths]
         self.weights = tuple(weight.astype(self.x.dtype) for weight in draw)
+        self.squares = None
+        if self.blocks is not None:
+            mean = self.rng.uniform(0.2, 3, (self.N, 1)) * self.rng.dirichlet(np.ones(self.blocks), self.N)
+            self.squares = (mean * self.K).astype(np.float32)
 
-    def run(self, backend, x=None, weights=None):
+    def run(self, backend, x=None, weights=None, squares=None):
         x, weights = self.x if x is None else x, self.weights if weights is None else weights
-        found = compiled(self.gated, backend)(x, weights)
+        found = compiled(self.gated, backend)(x, weights, self.squares if squares is None else squares)
         outs = weights[:1] if self.gated else weights
         assert [(y.shape, y.dtype) for y in found] == [((len(x), weight.shape[1]), x.dtype) for weight in outs]
         return [np.asarray(y) for y in found]
@@ -67,6 +75,10 @@ class Problem:
         """
         x, weights = self.x.astype(np.float64), [weight.astype(np.float64) for weight in self.weights]
         sums, errors = [x @ weight for weight in weights], [3e-6 * np.abs(x) @ np.abs(weight) for weight in weights]
+        if self.squares is not None:
+            mean = self.squares.astype(np.float64).sum(axis=1, keepdims=True) / max(self.K, 1)
+            by = np.sqrt(mean + EPS)
+            sums, errors = ([each / by for each in found] for found in (sums, errors))
         if self.gated:
             gate, up = sums[0] / (1 + np.exp(-sums[0])), sums[1]
             # The slope of silu is below 1.1.
@@ -79,8 +91,10 @@ class Problem:
 
     def check_run(self, backend):
         plain = backend in ("reference", None) or not module.serves(self.N, self.K, self.widths, self.dtype)
-        # What XLA computes stores the products, and parts of silu, in the dtype.
-        self.check(self.run(backend), roundings=6 if self.gated and plain else 0)
+        plain = plain or (self.squares is not None and not self.squares.size)
+        # What XLA computes stores the products, what they are divided into, and parts of silu, in the dtype.
+        roundings = (6 if self.gated else 0) + (0 if self.squares is None else 3 if self.gated else 1)
+        self.check(self.run(backend), roundings=roundings if plain else 0)
 
 
 def assert_same_bits(found, want):
@@ -156,6 +170,63 @@ def test_float32_is_left_to_xla(gated, backend):
         np.testing.assert_array_equal(y, z)
 
 
+@every_backend
+@each_form
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+@pytest.mark.parametrize("N", [*ROWS, 65])
+def test_divided_rows(N, blocks, gated, backend):
+    """By the root of the mean square, of as many sums as there are."""
+    Problem(np.random.default_rng(N), N=N, gated=gated, blocks=blocks).check_run(backend)
+
+
+@every_backend
+@each_form
+@pytest.mark.parametrize(
+    ("K", "widths", "dtype"),
+    [
+        (1, (1, 1), "float16"),
+        (129, (65, 63, 7), "float16"),
+        (384, (129, 70), "bfloat16"),
+        (200, (70, 9), "float32"),
+        (200, (63,), "bfloat16"),
+        (0, (8, 8), "bfloat16"),
+        (16, (0, 0), "bfloat16"),
+    ],
+)
+def test_divided_products(K, widths, dtype, gated, backend):
+    """Those among them that are left to XLA: of float32, of a single matrix, and of nothing."""
+    Problem(np.random.default_rng(K), N=3, K=K, widths=widths, gated=gated, dtype=dtype, blocks=5).check_run(backend)
+
+
+@every_backend
+@each_form
+@pytest.mark.parametrize("K", [0, 40])
+def test_squares_of_no_blocks_are_0(K, gated, backend):
+    """As `row_sums` gives of rows of no columns; eps is left."""
+    Problem(np.random.default_rng(8), K=K, gated=gated, blocks=1).check_run(backend)
+    problem = Problem(np.random.default_rng(8), K=K, gated=gated)
+    problem.squares = np.zeros((problem.N, 0), np.float32)
+    problem.check_run(backend)
+
+
+@each_backend
+@each_form
+def test_rows_are_divided_by_squares_of_their_own(gated, backend):
+    """To the bit, where the squares of other rows are not numbers, or the rows lie elsewhere."""
+    problem = Problem(np.random.default_rng(9), N=33, gated=gated, blocks=3)
+    whole = problem.run(backend)
+    order = problem.rng.permutation(33)
+    found = problem.run(backend, problem.x[order], squares=problem.squares[order])
+    assert_same_bits(found, [y[order] for y in whole])
+    for rows in ([0], [32], [2, 3, 7]):
+        found = problem.run(backend, problem.x[rows], squares=problem.squares[rows])
+        assert_same_bits(found, [y[rows] for y in whole])
+    kept, wild = np.array([0, 4, 32]), np.full_like(problem.squares, np.nan)
+    wild[kept] = problem.squares[kept]
+    found = problem.run(backend, squares=wild)
+    assert_same_bits([y[kept] for y in found], [y[kept] for y in whole])
+
+
 @settings(max_examples=15, deadline=None, database=None)
 @given(st.data())
 def test_random(data):
@@ -167,6 +238,7 @@ def test_random(data):
         widths=tuple(data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=3))),
         gated=gated,
         dtype=data.draw(st.sampled_from(["bfloat16", "float16", "float32"])),
+        blocks=data.draw(st.sampled_from([None, 1, 2, 7])),
     )
     problem.check_run("reference")
     problem.check_run("interpret")
@@ -277,6 +349,13 @@ PAIR = (np.zeros((3, 4), jnp.bfloat16),) * 2
             r"^weights are \['bfloat16\[3, 4\]', 'bfloat16\[3, 5\]'\]: gated takes two of one shape",
         ),
         ({"gated": True, "weights": PAIR + PAIR}, "^weights are .*: gated takes two of one shape"),
+        (
+            {"squares": np.zeros(2, np.float32)},
+            r"^squares is float32\[2\]: give float32\[2, blocks\], or None: no division",
+        ),
+        ({"squares": np.zeros((3, 1), np.float32)}, r"^squares is float32\[3, 1\]: give float32\[2, blocks\]"),
+        ({"squares": np.zeros((2, 1), np.float16)}, r"^squares is float16\[2, 1\]: give float32\[2, blocks\]"),
+        ({"squares": 1.0}, r"^squares is float: give float32\[2, blocks\]"),
         ({"backend": "mosaic"}, "backend='mosaic' runs kernels of the lane language, which row_products is not: leave"),
         ({"backend": "checked"}, "backend='checked' runs kernels of the lane language, .* or name 'triton', 'interp"),
         ({"backend": "tpu"}, "backend='tpu' is unknown"),
@@ -306,17 +385,23 @@ SHAPES = {  # N, K, widths, gated, dtype
     "gated, ends within a tile": (3, 1000, (1000, 1000), True, "bfloat16"),
     "odd": (33, 999, (999, 201), False, "float16"),
     "gated, odd": (1, 999, (999, 999), True, "bfloat16"),
+    "divided": (8, 4096, (4096, 1024, 1024), False, "bfloat16", 8),
+    "divided, many rows": (64, 4096, (4096, 1024, 1024), False, "float16", 8),
+    "divided, gated": (8, 4096, (12288, 12288), True, "bfloat16", 8),
+    "divided, gated, odd": (33, 999, (999, 999), True, "bfloat16", 3),
 }
 VECTORS = [name for name in SHAPES if "odd" not in name]  # rows of all arrays start on 16 bytes
 
 
 def call_of(shape, backend):
     """A function and its arguments, the first to be donated."""
-    N, K, widths, gated, dtype = shape
+    N, K, widths, gated, dtype, *blocks = shape
     shapes = [((), jnp.int32), ((N, K), dtype), *(((K, width), dtype) for width in widths)]
+    shapes += [((N, *blocks), jnp.float32)] * len(blocks)
 
     def call(number, x, *weights):
-        return number, row_products(x, weights, gated=gated, backend=backend)
+        squares = weights[-1] if blocks else None
+        return number, row_products(x, weights[: len(widths)], gated=gated, squares=squares, backend=backend)
 
     return call, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
 
@@ -337,6 +422,8 @@ def test_lowers_for_cuda_as_one_launch(name, backend):
         (8, 64, (64, 64), False, "float32"),
         (8, 64, (64, 64), True, "float32"),
         (8, 64, (64,), False, "bfloat16"),
+        (8, 64, (64,), False, "bfloat16", 1),
+        (65, 64, (64, 64), True, "bfloat16", 1),
         (0, 64, (64, 64), False, "bfloat16"),
         (8, 0, (64, 64), True, "bfloat16"),
     ],
@@ -357,7 +444,7 @@ def test_compiles_for_sm_90(name, tmp_path):
     compiled = aot.compile_for_h200(function, *arguments, dump=tmp_path)
     assert aot.launches(compiled) == collections.Counter({"custom-call": 1})
     assert compiled.memory_analysis().temp_size_in_bytes < 2**12
-    kind = {"bfloat16": "bf16", "float16": "f16"}[SHAPES[name][-1]]
+    kind = {"bfloat16": "bf16", "float16": "f16"}[SHAPES[name][4]]
     text = aot.ptx(tmp_path)["row_products"]
     assert re.search(rf"mma\S*\.f32\.{kind}\.{kind}", text) and "tf32" not in text
 
@@ -370,11 +457,13 @@ def test_loads_are_pipelined_on_sm_90(name, tmp_path):
     """
     if reason := aot.missing():
         pytest.skip(reason)
-    _, _, widths, gated, _ = SHAPES[name]
+    _, _, widths, gated, _, *blocks = SHAPES[name]
     function, arguments = call_of(SHAPES[name], None)
     aot.compile_for_h200(function, *arguments, dump=tmp_path)
     text = aot.ptx(tmp_path)["row_products"]
-    assert "ld.global" not in text and "cp.async.ca" not in text and "cp.async.cg" in text
+    loads, products = [found.start() for found in re.finditer("ld.global", text)], text.rindex("mma")
+    assert bool(loads) == bool(blocks) and all(load > products for load in loads)  # those of squares
+    assert "cp.async.ca" not in text and "cp.async.cg" in text
     assert set(re.findall(r"cp\.async\.cg\.\S+ \[[^\]]+\], \[[^\]]+\], (\w+)", text)) == {"0x10"}
     assert all(".v4" in store for store in re.findall(r"\bst\.global\S*", text))
     sizes, tiles = (module.GATED_SIZES, 3) if gated else (module.SIZES, 2)  # tiles a turn, that of x among them
@@ -400,7 +489,8 @@ def test_on_a_gpu(name):
     whole = problem.run("triton")
     problem.check(whole)
     for rows in ([0], list(range(problem.N // 2, problem.N))):
-        assert_same_bits(problem.run("triton", problem.x[rows]), [y[rows] for y in whole])
+        squares = None if problem.squares is None else problem.squares[rows]
+        assert_same_bits(problem.run("triton", problem.x[rows], squares=squares), [y[rows] for y in whole])
 
 
 # What the compiler asked for on a device of compute capability 8.9 with as many tiles as `Sizes` names.
@@ -412,7 +502,7 @@ def test_tiles_fit_into_the_memory_that_a_device_has_for_them(N, gated):
     sizes = module.GATED_SIZES if gated else module.SIZES
     widths, each = (256, 256), REQUESTS[N, gated] // (sizes.stages - 1)
     for shared in (module.LEAST_SHARED, *module.SHARED.values()):
-        stages = module.Plan(N, 512, widths, gated, sizes, shared).stages
+        stages = module.Plan(N, 512, widths, gated, None, sizes, shared).stages
         assert 2 <= stages <= sizes.stages and (stages - 1) * each <= shared
         assert stages == sizes.stages or stages * each > shared  # and no more room is left unused
-    assert module.Plan(N, 512, widths, gated, sizes).stages == sizes.stages  # on an H200
+    assert module.Plan(N, 512, widths, gated, None, sizes).stages == sizes.stages  # on an H200
