@@ -16,11 +16,14 @@ SCRIPT = pathlib.Path(__file__).with_name("sanitized.py")
 FOUND = 99
 NAMES = list(kernel_calls.CALLS)
 PART = 16  # calls a process: of all in one, memcheck on CUDA 13 has died without a report
-PARTS = [*(NAMES[i : i + PART] for i in range(0, len(NAMES), PART)), list(sanitized.CHECKS)]
+PARTS = [names[i : i + PART] for names in (NAMES, list(sanitized.CHECKS)) for i in range(0, len(names), PART)]
 
 
-def memcheck(*arguments):
-    """(exit status, number of errors, output) of sanitized.py under memcheck."""
+def memcheck(cache, *arguments):
+    """(exit status, number of errors, output) of sanitized.py under memcheck.
+
+    It runs without first, which fills the compilation cache in the folder `cache`: what compiles is slow under memcheck.
+    """
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the path nor in the CUDA toolkit")
@@ -30,9 +33,15 @@ def memcheck(*arguments):
         "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",  # sanitized.py says why
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT), *arguments]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, str(SCRIPT), *arguments]
+    subprocess.run(command, env=environment, capture_output=True, timeout=200)
+    checked = [sanitizer, "--tool", "memcheck", "--target-processes", "application-only"]
+    checked += ["--error-exitcode", str(FOUND), *command]
+    run = subprocess.run(checked, env=environment, capture_output=True, text=True, timeout=200)
     output = run.stdout + run.stderr
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this device or its driver")
@@ -43,8 +52,8 @@ def memcheck(*arguments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS, ids=range(len(PARTS)))
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
-def test_no_kernel_leaves_its_buffers(backend, part):
-    status, errors, output = memcheck(backend, *part)
+def test_no_kernel_leaves_its_buffers(backend, part, tmp_path):
+    status, errors, output = memcheck(tmp_path, backend, *part)
     assert (status, errors) == (0, 0), output[-4000:]
     assert f"calls on {backend} equal the reference" in output
     print(output[-300:])
@@ -58,7 +67,7 @@ def test_calls_with_contents_of_their_own_equal_the_reference(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
-def test_a_planted_overrun_is_reported(backend):
-    status, errors, output = memcheck(backend, "--planted")
+def test_a_planted_overrun_is_reported(backend, tmp_path):
+    status, errors, output = memcheck(tmp_path, backend, "--planted")
     assert status == FOUND and errors, output[-4000:]
     assert "Invalid __global__ write" in output
