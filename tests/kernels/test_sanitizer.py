@@ -22,7 +22,7 @@ PARTS = [names[i : i + PART] for names in (NAMES, list(sanitized.CHECKS)) for i 
 def memcheck(cache, *arguments):
     """(exit status, number of errors, output) of sanitized.py under memcheck.
 
-    It runs without first, which fills the compilation cache in the folder `cache`: what compiles is slow under memcheck.
+    It runs without first, which fills the compilation cache in the folder `cache`: compilers are slow under memcheck.
     """
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
