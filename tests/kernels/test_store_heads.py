@@ -209,7 +209,7 @@ def test_places_of_divided_rows(name, backend):
 
 @each_backend
 @each_pool
-@pytest.mark.parametrize(("B", "D"), [(1, 1), (1, 8), (8, 1), (3, 43)])
+@pytest.mark.parametrize(("B", "D"), [(1, 1), (8, 1), (3, 43)])
 def test_rows(B, D, pool, backend):
     Problem(np.random.default_rng(D), B=B, D=D, pool=pool, K=20).check(backend)
 
@@ -344,7 +344,7 @@ def test_v_of_latent_rows_is_not_looked_at(K, backend):
         assert_near(latent.taken(after)[0][problem.live], latent.oracle()[1][problem.live])
 
 
-@settings(max_examples=12, deadline=None, database=None)
+@settings(max_examples=8, deadline=None, database=None)
 @given(st.data())
 def test_random(data):
     """An entry of K and V in a unit of the pool, or of several."""
@@ -410,8 +410,9 @@ def test_a_row_is_its_own_alone(dtype, K, backend):
 
 
 @each_kernel
-@pytest.mark.parametrize("cache", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [*zip(DTYPES, DTYPES, strict=True), ("bfloat16", "float32"), ("float32", "float16")]
+)
 def test_it_is_head_rotary_and_store_rows(dtype, cache, backend):
     """To the bit."""
     pool = None if cache == dtype == "bfloat16" else BETWEEN
@@ -431,8 +432,8 @@ def test_it_is_head_rotary_and_store_rows(dtype, cache, backend):
     assert_same_bits(problem.run(backend), [np.asarray(q), bits(np.asarray(after))])
 
 
-@pytest.mark.parametrize(("head_dim", "half", "value_dim"), [(128, 64, 128), (24, 12, 40), (576, 32, 1), (9, 1, 576)])
-@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (9, 3), (32, 8), (1, 17)])
+@pytest.mark.parametrize(("head_dim", "half", "value_dim"), [(128, 64, 128), (24, 12, 40), (9, 1, 576)])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (1, 17)])
 def test_every_cell_is_written_by_one_program(heads, head_dim, half, value_dim):
     """Interpreted, one that writes past the end of its row goes unseen."""
     counts, dims = [*heads, heads[1]], [head_dim, head_dim, value_dim]
