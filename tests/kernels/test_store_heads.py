@@ -196,15 +196,20 @@ def assert_same_bits(found, want):
 
 
 @every_backend
-@each_divisor
 @pytest.mark.parametrize("name", PLACES)
-def test_places(name, K, backend):
-    Problem(np.random.default_rng(0), **PLACES[name], K=K).check(backend)
+def test_places(name, backend):
+    Problem(np.random.default_rng(0), **PLACES[name]).check(backend)
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["own", "own, latent", "pool", "pool, a head over two rows"])
+def test_places_of_divided_rows(name, backend):
+    Problem(np.random.default_rng(0), **PLACES[name], K=48).check(backend)
 
 
 @each_backend
 @each_pool
-@pytest.mark.parametrize(("B", "D"), [(1, 1), (1, 8), (8, 1), (3, 43)])
+@pytest.mark.parametrize(("B", "D"), [(1, 1), (8, 1), (3, 43)])
 def test_rows(B, D, pool, backend):
     Problem(np.random.default_rng(D), B=B, D=D, pool=pool, K=20).check(backend)
 
@@ -225,23 +230,21 @@ def test_rows(B, D, pool, backend):
 def test_widths(heads, kv_heads, head_dim, half, value_dim, backend):
     """Keys wider than values, and the other way round; more heads of one kind than a program takes; none of V."""
     sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, half=half, value_dim=value_dim)
-    for pool, K in ((None, None), (Pool(1, before=3, behind=2), 33)):
-        Problem(np.random.default_rng(half), B=1, D=4, **sizes, pool=pool, K=K).check(backend)
+    K = None if head_dim in (24, 576) else 33
+    Problem(np.random.default_rng(half), B=1, D=4, **sizes, pool=Pool(1, before=3, behind=2), K=K).check(backend)
 
 
 @each_backend
-@each_divisor
 @pytest.mark.parametrize("cache", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype, cache, K, backend):
+def test_dtypes(dtype, cache, backend):
     """Keys and values are rounded to the dtype of the rows, and then to that of the cache."""
     pool = None if cache == "float32" else BETWEEN
-    Problem(np.random.default_rng(1), B=4, D=4, pool=pool, dtype=dtype, cache=cache, K=K).check(backend)
+    Problem(np.random.default_rng(1), B=4, D=4, pool=pool, dtype=dtype, cache=cache, K=48).check(backend)
 
 
 @each_backend
-@each_divisor
-@pytest.mark.parametrize("scale_dtype", [None, "float32"])
+@pytest.mark.parametrize(("scale_dtype", "K"), [(None, 48), (None, None), ("float32", 48)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_norms_and_with_others(dtype, scale_dtype, K, backend):
     problem = Problem(np.random.default_rng(2), dtype=dtype, scale_dtype=scale_dtype, half=4, K=K)
@@ -252,7 +255,7 @@ def test_without_norms_and_with_others(dtype, scale_dtype, K, backend):
 
 
 @each_backend
-@pytest.mark.parametrize("K", [1, 2, 3, 31, 64, 1000, 4096, 16384])
+@pytest.mark.parametrize("K", [1, 2, 31, 4096, 16384])
 def test_divisors(K, backend):
     """Of any width; those that are no powers of two are masked."""
     problem = Problem(np.random.default_rng(K), K=K, pool=BETWEEN, scale_dtype=None)
@@ -281,9 +284,8 @@ def test_what_is_divided_is_rounded_before_it_is_turned(backend):
 @every_backend
 @each_pool
 @pytest.mark.parametrize(("B", "D"), [(0, 4), (3, 0), (0, 0)])
-@each_divisor
-def test_without_rows(B, D, K, pool, backend):
-    problem = Problem(np.random.default_rng(5), B=B, D=D, pool=pool, K=K)
+def test_without_rows(B, D, pool, backend):
+    problem = Problem(np.random.default_rng(5), B=B, D=D, pool=pool, K=48)
     q, after = problem.run(backend)
     assert not q.size
     np.testing.assert_array_equal(after, bits(problem.before))
@@ -314,9 +316,10 @@ def test_rows_of_padding_meet_in_the_sink(pool, backend):
 
 
 @every_backend
-@each_divisor
-@pytest.mark.parametrize("order", ["qkv", "vkq"])
-@pytest.mark.parametrize(("head_dim", "half", "value_dim"), [(128, 64, 128), (24, 12, 40), (40, 10, 24)])
+@pytest.mark.parametrize(
+    ("head_dim", "half", "value_dim", "order", "K"),
+    [(128, 64, 128, "qkv", None), (24, 12, 40, "vkq", 48), (40, 10, 24, "kqv", 48), (40, 10, 24, "vqk", None)],
+)
 def test_columns_of_wider_rows(head_dim, half, value_dim, order, K, backend):
     """What lies beside them is not looked at, and the bits are those of arrays."""
     sizes = dict(heads=9, kv_heads=3, head_dim=head_dim, half=half, value_dim=value_dim)
@@ -341,7 +344,7 @@ def test_v_of_latent_rows_is_not_looked_at(K, backend):
         assert_near(latent.taken(after)[0][problem.live], latent.oracle()[1][problem.live])
 
 
-@settings(max_examples=12, deadline=None, database=None)
+@settings(max_examples=8, deadline=None, database=None)
 @given(st.data())
 def test_random(data):
     """An entry of K and V in a unit of the pool, or of several."""
@@ -407,13 +410,13 @@ def test_a_row_is_its_own_alone(dtype, K, backend):
 
 
 @each_kernel
-@pytest.mark.parametrize("cache", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["own", "pool"])
-def test_it_is_head_rotary_and_store_rows(name, dtype, cache, backend):
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [*zip(DTYPES, DTYPES, strict=True), ("bfloat16", "float32"), ("float32", "float16")]
+)
+def test_it_is_head_rotary_and_store_rows(dtype, cache, backend):
     """To the bit."""
-    place = {"pool": BETWEEN} if name == "pool" else {}
-    problem = Problem(np.random.default_rng(12), **place, B=4, D=5, half=6, dtype=dtype, cache=cache)
+    pool = None if cache == dtype == "bfloat16" else BETWEEN
+    problem = Problem(np.random.default_rng(12), pool=pool, B=4, D=5, half=6, dtype=dtype, cache=cache)
 
     @functools.partial(jax.jit, compiler_options=quick_compile.options())
     def turned(q, k, cos, sin, q_scale, k_scale):
@@ -429,8 +432,8 @@ def test_it_is_head_rotary_and_store_rows(name, dtype, cache, backend):
     assert_same_bits(problem.run(backend), [np.asarray(q), bits(np.asarray(after))])
 
 
-@pytest.mark.parametrize(("head_dim", "half", "value_dim"), [(128, 64, 128), (24, 12, 40), (576, 32, 1), (9, 1, 576)])
-@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (9, 3), (32, 8), (1, 17)])
+@pytest.mark.parametrize(("head_dim", "half", "value_dim"), [(128, 64, 128), (24, 12, 40), (9, 1, 576)])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (1, 17)])
 def test_every_cell_is_written_by_one_program(heads, head_dim, half, value_dim):
     """Interpreted, one that writes past the end of its row goes unseen."""
     counts, dims = [*heads, heads[1]], [head_dim, head_dim, value_dim]
