@@ -280,7 +280,10 @@ def test_device_pointers_stay_over_many_calls(name, backend):
 def test_a_gpu_gets_a_compiled_kernel_by_default():
     chosen = {c.kernel: c.backend for c in explain_backends()}
     left = {name for name, backend in chosen.items() if backend == "reference"}
-    assert left == {"replay_state_indices", "commit_track_indices"} and set(chosen.values()) == {"reference", "triton"}
+    assert left == {"replay_state_indices", "commit_track_indices", "store_rows"} and set(chosen.values()) == {
+        "reference",
+        "triton",
+    }
 
 
 @pytest.mark.gpu
