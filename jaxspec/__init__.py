@@ -21,7 +21,7 @@ whatever the pools do, `v2p` maps it to the physical page of each kind. Index 0 
 owns it, nothing depends on what it holds.
 """
 
-from jaxspec.attention import IndexRows, attend, attend_pooled, paged_attention
+from jaxspec.attention import Heads, IndexRows, attend, attend_pooled, paged_attention
 from jaxspec.cache import KPoolSpec, KVCache, LayerSpec, StatePart, StateSpec
 from jaxspec.config import SpecConfig
 from jaxspec.drafting import (
@@ -109,6 +109,7 @@ __all__ = [
     "Finished",
     "ForwardMetadata",
     "Generation",
+    "Heads",
     "IndexRows",
     "InputError",
     "KPoolMetadata",

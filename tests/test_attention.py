@@ -9,7 +9,7 @@ import oracles
 import pytest
 import quick_compile
 
-from jaxspec.attention import attend, paged_attention
+from jaxspec.attention import Heads, attend, paged_attention
 from jaxspec.cache import LayerSpec, PoolLayout, init_cache, init_pool
 from jaxspec.metadata import DecodeMetadata, WriteWindow
 
@@ -206,6 +206,53 @@ def forward(caches, tables, committed, rows, queries, *, D, page_size):
             caches = with_lane(caches, lanes, cache)
             outputs.append(out)
     return outputs
+
+
+@pytest.mark.parametrize("memory", ["split", "pool"])
+@pytest.mark.parametrize(("backend", "dtype"), [(None, "float32"), ("interpret", "float32"), ("interpret", "bfloat16")])
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_are_turned_on_their_way_to_the_cache(memory, backend, dtype, normed):
+    """The same bits of what attention gives and of the cache, as when they are turned first; padding stores nothing."""
+    rng, page_size, D = np.random.default_rng(0), 4, 3
+    spec = MODEL[2]
+    layout = PoolLayout.for_pages(MODEL, full=9, swa=9, page_size=page_size, dtype=dtype)
+    cache = init_pool(layout)
+    if memory == "split":
+        cache = init_cache(MODEL, page_size=page_size, num_pages=9, num_swa_pages=9, dtype=dtype)
+    first = layout.min_page("full")
+    slots = jnp.array([[0, 0, 0], [first * page_size + 3, (first + 1) * page_size, 0]], jnp.int32)
+    positions = jnp.array([[0, 1, 2], [3, 4, 5]], jnp.int32)
+    table = jnp.array([[0, 0], [first, first + 1]], jnp.int32)
+    metadata = DecodeMetadata(
+        cache_seqlens=jnp.array([0, 5]),
+        cu_seqlens_k=jnp.zeros(3, jnp.int32),
+        page_table=table,
+        swa_page_table=table,
+        window=WriteWindow(virtual_loc=slots, full_loc=slots, swa_loc=slots, positions=positions),
+        logit_rows=None,
+        state_slots=None,
+        backend=backend,
+    )
+    draw = [(4, spec.head_dim), spec.key_shape, spec.value_shape]
+    q, k, v = (jnp.asarray(rng.standard_normal((2 * D, *shape)), dtype) for shape in draw)
+    angles = rng.uniform(0, 6, (2, D, 1, spec.head_dim // 2)).astype(np.float32)
+    scales = tuple(jnp.asarray(rng.uniform(0.5, 2, spec.head_dim), dtype) if normed else None for _ in range(2))
+    heads = Heads(np.cos(angles), np.sin(angles), scales)
+    run = jax.jit(functools.partial(attend, layer=2), compiler_options=quick_compile.options())
+
+    found = run(cache, q=q, k=k, v=v, metadata=metadata, heads=heads)
+    turned = jax.jit(functools.partial(Heads.turned, backend=backend), compiler_options=quick_compile.options())
+    turned = turned(heads, q, k)
+    want = run(cache, q=turned[0], k=turned[1], v=heads.by_request(v), metadata=metadata)
+    assert found[0].shape == (2, D, 4, spec.value_shape[1]) and not np.asarray(found[0][0]).any()
+    np.testing.assert_array_equal(found[0][1, :2], want[0][1, :2])
+    stored = [np.asarray(x) for cache in (found[1], want[1]) for x in cache.read(2, slots[1:, :2])]
+    for x, y in zip(stored[:2], stored[2:], strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.any(axis=(-2, -1)).all()
+    kept = [np.asarray(x) for x in found[1].read(2, slots[1:, :1] + 1 + jnp.arange(4)) if x.size]
+    for x in kept:
+        assert x[0, 0].any() and not x[0, 1:].any()
 
 
 def scattered(seed, layout, committed, columns):

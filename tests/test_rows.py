@@ -101,7 +101,7 @@ class Layer:
         @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
         def call(x, positions):
             x = x.astype(dtype)
-            heads = Heads(self.HEAD_DIM, *rotary_angles(positions, self.HEAD_DIM, 1e4), self.scales, self.EPS)
+            heads = Heads(*rotary_angles(positions, self.HEAD_DIM, 1e4), self.scales, self.EPS)
             # A page, and more, of the sink is in front of them.
             slots = 5 + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
             seen = {}
@@ -115,7 +115,7 @@ class Layer:
 
             rows_ = dataclasses.replace(rows, turning=attend) if cached else rows
             norm, *weights = (self.norm, self.EPS), *self.weights
-            projected, heads = rows_.projected(x, norm, tuple(weights[:3]), heads, dtype)
+            projected, heads = rows_.projected(x, norm, tuple(weights[:3]), self.HEAD_DIM, heads, dtype)
             out, _ = rows_.attend(0, projected, heads, attend, init_cache([spec], dtype=dtype, **self.SIZES))
             added, normed = rows_.added(x, out.reshape(*x.shape[:2], self.widths[0]), weights[5], norm, dtype)
             return *seen["heads"], added, rows_.gated(normed, *weights[3:5], dtype)

@@ -145,8 +145,8 @@ def attend(
       k, v: [B, D, num_kv_heads, head_dim]; v's last axis is `value_dim` where the layer has one.
       metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward. Its `backend` says who
         attends.
-      heads: how queries and keys are normed and rotated; q, k and v are then [B * D, heads, head_dim], as projected,
-        and that is done by what stores them. None: it is done.
+      heads: how queries and keys are to be normed and rotated, which what stores them then does; q, k and v are as
+        projected, [B * D, heads, head_dim], or Views of it. None: queries and keys are as attention takes them.
 
     Returns:
       [B, D, heads, value_dim] and the cache with row (b, j) stored at the slot that `metadata.window` names; rows whose

@@ -66,7 +66,7 @@ class Qwen3Layer(nn.Module):
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         weights = tuple(weight(name, width, size) for name, size in sizes.items())
         norms = scale("q_norm", head_dim), scale("k_norm", head_dim)
-        projected, turns = rows.projected(x, norm, weights, Heads(head_dim, cos, sin, norms, eps), dtype)
+        projected, turns = rows.projected(x, norm, weights, head_dim, Heads(cos, sin, norms, eps), dtype)
         out, cache = rows.attend(self.layer, projected, turns, attend, cache)
         out = out.reshape(*x.shape[:-1], heads * head_dim)
         norm = scale("post_attention_layernorm", width), eps

@@ -90,7 +90,7 @@ class Rows:
     turning: Callable[..., tuple[Array, Any]] | None = None
 
     def projected(
-        self, x: Array, norm: tuple[Array, float], weights: tuple[Array, ...], heads: Heads, dtype: Any
+        self, x: Array, norm: tuple[Array, float], weights: tuple[Array, ...], head_dim: int, heads: Heads, dtype: Any
     ) -> tuple[Projected, Heads]:
         """Queries, keys and values of normed rows.
 
@@ -98,7 +98,8 @@ class Rows:
           x: [B, T, K].
           norm: scale [K] and eps of the `rms_norm` that the rows go through first.
           weights: [K, Hq * hd], [K, Hkv * hd] and [K, Hkv * hd].
-          heads: what is to become of them.
+          head_dim: hd.
+          heads: what is to become of queries and keys.
           dtype: of products and results; sums are float32, float32 products true ones (no TF32).
 
         Returns:
@@ -107,17 +108,17 @@ class Rows:
         """
         (scale, eps), count, widths = norm, x.shape[0] * x.shape[1], [weight.shape[1] for weight in weights]
         if self.turning is not None and self._ends_later(count, x.shape[-1], dtype):
-            heads = dataclasses.replace(heads, rows=x.reshape(count, x.shape[-1]), rows_eps=eps)
+            heads = heads.replace(rows=x.reshape(count, x.shape[-1]), rows_eps=eps)
             x = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)  # by whatever made x
         else:
             x = rms_norm(x, scale, eps, dtype)
-        shapes = [(count, width // heads.head_dim, heads.head_dim) for width in widths]
+        shapes = [(count, width // head_dim, head_dim) for width in widths]
         found = self._products(x, weights, dtype)
         if serves(count, x.shape[-1], widths, dtype):
             return tuple(rows.reshape(shape) for rows, shape in zip(found, shapes, strict=True)), heads
         # XLA joined the three products wherever it was looked at. A kernel's arrays would be cut out of the joint one,
         # a launch each; they are read where they lie in it instead.
-        buffer, strides = jnp.concatenate(found, axis=-1), (sum(widths), heads.head_dim, 1)
+        buffer, strides = jnp.concatenate(found, axis=-1), (sum(widths), head_dim, 1)
         starts = 0, widths[0], widths[0] + widths[1]
         return tuple(View(buffer, start, shape, strides) for start, shape in zip(starts, shapes, strict=True)), heads
 
