@@ -19,6 +19,7 @@
     top_ids                 the ids of the best scores of each row
     pool_scores             scores of pooled keys, read page by page
     row_products            a few rows times matrices of a layer, gated or side by side
+    row_sums                the parts of a split product and a residual summed, and what a norm of them needs
     head_rotary             norms and rotates the heads of queries and keys
     store_heads             head_rotary and store_rows in one launch
     store_rows              the K and V rows of a forward, each where its slot lies

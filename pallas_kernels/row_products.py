@@ -181,18 +181,21 @@ def _check(x, weights, gated: bool, squares) -> None:
 def _reference(x, weights, squares, *, gated: bool, eps: float):
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
+    kind = x.dtype if squares is None else jnp.float32
+
     def product(weight):
         # The result's type is asked of the product itself: a float32 result cast down would make the products of the
         # backward pass float32 ones.
-        return lax.dot_general(x, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
+        return lax.dot_general(x, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=kind)
 
     found = tuple(product(weight) for weight in weights)
     if squares is not None:
         factor = lax.rsqrt(
             jnp.sum(squares, axis=-1, keepdims=True) * np.float32(1 / max(1, x.shape[1])) + np.float32(eps)
         )
-        found = tuple((each * factor).astype(x.dtype) for each in found)
-    return (jax.nn.silu(found[0]) * found[1],) if gated else found
+        found = tuple(each * factor for each in found)
+    found = (jax.nn.silu(found[0]) * found[1],) if gated else found
+    return tuple(each.astype(x.dtype) for each in found)
 
 
 def products(plan: Plan, x, weights, squares, *, interpret: bool):

@@ -8,8 +8,8 @@ one row and some of its heads, of queries, keys or values:
     values     as they are, to the row's slot
 
 The norm in front of the products that gave them can be finished here: (x / rms(x) * scale) @ weight is
-((x * scale) @ weight) / rms(x). What made x multiplies it by the scale, and a program finds rms(x) of its row while it
-waits for heads. So there is no launch for the norm, and the products keep their pace.
+((x * scale) @ weight) / rms(x). What made x can multiply it by the scale, and a program finds rms(x) of its row while
+it waits for heads. So there is no launch for the norm, and the products keep their pace.
 
 Rows of padding go to slots of the sink page, as everywhere: their keys and values are left out.
 """

@@ -2,7 +2,7 @@
 
 A program stores the K or the V row of one token. Rows of padding go to slots of the sink page, as everywhere, and are
 left out. Where no backend is named XLA's scatter runs: alone it takes longer, but XLA joins it with what makes rows and
-slots, and a round of sparse layers has eight launches less with it. (Where heads are turned `store_heads` stores them.)
+slots, and a round of sparse layers has eight launches less with it. (Those of a Qwen3 are stored by `store_heads`.)
 For the scatter rows of padding are spread over the slots of the sink page: on a GPU it stores elements of 16 bits by
 compare and exchange, one row after the other where they meet in one slot (11.6 ms for 2,048 rows on an H200, most of
 them padding).

@@ -113,7 +113,7 @@ class Layer:
                 seen["heads"] = q, k, v
                 return q, cache
 
-            rows_ = dataclasses.replace(rows, turning=attend) if cached else rows
+            rows_ = dataclasses.replace(rows, turns=cached)
             norm, *weights = (self.norm, self.EPS), *self.weights
             projected, heads = rows_.projected(x, norm, tuple(weights[:3]), self.HEAD_DIM, heads, dtype)
             out, _ = rows_.attend(0, projected, heads, attend, init_cache([spec], dtype=dtype, **self.SIZES))
@@ -158,8 +158,10 @@ def test_what_a_layer_asks_for(rows, weight_dtype, dtype, cached):
     """Also on executors that run other kernels of a program; and in the dtype of the model, not of its weights."""
     layer = Layer(weight_dtype=weight_dtype)
     shapes = (4, 2, 3, 24), (4, 2, 1, 24), (4, 2, 1, 24), (4, 2, 200), (4, 2, 72)
-    bound = {"float32": 2e-4, "bfloat16": 0.025}[dtype]  # angles are float32, of up to 1000 radians
-    for y, want, shape in zip(layer.run(rows, dtype, cached=cached), layer.oracle(dtype), shapes, strict=True):
+    # Angles are float32, of up to 1000 radians. In bfloat16 v is rounded twice, what is added and gated most often.
+    bounds = [2e-4] * 5 if dtype == "float32" else [0.015, 0.015, 0.008, 0.015, 0.025]
+    found, wanted = layer.run(rows, dtype, cached=cached), layer.oracle(dtype)
+    for y, want, shape, bound in zip(found, wanted, shapes, bounds, strict=True):
         assert y.shape == shape
         near(y, want, bound)
 
@@ -245,6 +247,27 @@ def test_training_sees_no_kernel(dtype):
 
     for function in (loss, jax.grad(loss)):
         assert kernels_of(function, tiny_models.target_params()) == {}
+
+
+@each_dtype
+def test_training_gathers_embeddings_alone(dtype):
+    """Of rows that XLA multiplies jointly heads are cut out, not gathered: a gradient would scatter them."""
+    tokens = tokens_of(4, 32)
+
+    def loss(params):
+        return forward(params, tokens, None, dtype)[0].sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(tiny_models.target_params()))
+    assert program.count(" gather[") == 1 and program.count(" scatter-add[") == 1
+
+
+def test_norms_of_the_widest_rows_are_not_left_to_the_heads(monkeypatch):
+    """A row is to lie in the registers of a program."""
+    layer = Layer()
+    found = layer.run(KERNELS, "bfloat16", cached=True)
+    monkeypatch.setattr("jaxspec.models.rows.WIDEST", layer.K - 1)
+    for y, z, bound in zip(found, layer.run(KERNELS, "bfloat16", cached=True), [0.015] * 4 + [0.025], strict=True):
+        near(y, z, bound)
 
 
 def test_training_of_a_block_draft_sees_no_kernel():

@@ -1,4 +1,4 @@
-"""Attention of D query rows a request over the paged cache.
+"""Attention of D query rows a request over the paged cache, and the storing of their K and V rows before it.
 
 On a CUDA device a kernel reads the pages where they lie (`pallas_kernels.paged_attention`); elsewhere they are
 gathered, and XLA attends to what was gathered. Metadata say who does it: `ForwardMetadata.backend`.
@@ -128,6 +128,12 @@ def store(
     """
     if heads is None:
         return q, cache.write(layer, slots, k, v, backend)
+    spec = cache.layers[layer]
+    for name, rows, shape in (("k", k, spec.key_shape), ("v", v, spec.value_shape)):
+        if shape[1] and (rows.ndim != 3 or rows.shape[1:] != shape):
+            raise ValueError(
+                f"{name} has shape {rows.shape}: with heads the layer takes rows [B * D, {shape[0]}, {shape[1]}]"
+            )
     how = dict(divisor=heads.rows, divisor_eps=heads.rows_eps, backend=supported(backend))
     q, rows = store_heads(cache.rows(layer), slots, q, k, v, **heads.arguments, **how)
     return heads.by_request(q), cache.with_rows(layer, rows)
@@ -141,10 +147,10 @@ def attend(
     Args:
       cache: the cache view that the step handed to the model.
       layer: index into `cache.layers` (static).
-      q: [B, D, heads, head_dim], after rotary embedding.
+      q: [B, D, heads, head_dim], after rotary embedding unless heads are given.
       k, v: [B, D, num_kv_heads, head_dim]; v's last axis is `value_dim` where the layer has one.
       metadata: `VerifyMetadata`, `DecodeMetadata` or `DraftExtendMetadata` of this forward. Its `backend` says who
-        attends.
+        stores and attends.
       heads: how queries and keys are to be normed and rotated, which what stores them then does; q, k and v are as
         projected, [B * D, heads, head_dim], or Views of it. None: queries and keys are as attention takes them.
 

@@ -4,8 +4,8 @@
     compiled    everything that the compiled round starts, on the CUDA device that is there, or compiled for an H200
                 where the wheels of a CUDA plugin and a CUDA compiler are
 
-A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it, and to the attention if
-`jaxspec.attention` does: one or two a layer, as the longest context has one part or more. Other kernels are whatever is
+A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it, and to the attention if it attends: one
+or two a layer, as the longest context has one part or more. Other kernels are whatever is
 neither, by name: those that move states or commit context rows, and of each layer of a Qwen3 `store_heads`; in
 bfloat16 with up to 64 rows these have twice `row_products` and once `row_sums`. Ordinary metadata of a sparse model are
 mostly plain operations, which the traced count does not see and the compiled one does.
@@ -304,7 +304,7 @@ def notes(device: str | None) -> list[str]:
     """What the numbers mean."""
     lines = [
         "Traced: Pallas kernels as a CUDA program holds them, no device asked; plain operations are not counted.",
-        "Metadata: launches that builders of jaxspec.metadata ask for; attention: those of jaxspec.attention. Verify: "
+        "Metadata: launches that builders of jaxspec.metadata ask for; attention: those that attend. Verify: "
         "what prepares the round included.",
         "A loop counts its turns, or one turn where the data end it; of several branches the largest.",
     ]

@@ -169,7 +169,7 @@ class BlockDrafter:
 
         first = jnp.arange(rows, dtype=jnp.int32) == 0
         tokens = jnp.where(first, context.anchor[:, None], draft.config.mask_token_id)
-        kernels = Rows(metadata.backend, attend)
+        kernels = Rows(metadata.backend, turns=True)
         hidden, cache = draft.rows(params, tokens, positions, attend, state.cache, kernels)
         logits = draft.logits(params, hidden[:, rows - num_drafts :])
         tokens, probs = self.choose(params, logits, context.anchor, context.sampling, context.seq_lens)

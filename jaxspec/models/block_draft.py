@@ -109,10 +109,10 @@ class BlockDraft:
           tokens: int32[B, q], ids in [0, V): the newest token of each text, then `mask_token_id`.
           positions: int32[B, q], consecutive; the first is that of the newest token.
           attend: called once a layer, in order, as `attend(layer, q, k, v, cache) -> (out, cache)`, like that of
-            `Qwen3`, keys normed and rotated. It decides what a row sees: the context in front of the block, cut by the
-            layer's window, and the block, up to the row itself where `causal(layer)`.
+            `Qwen3`, keys normed and rotated unless `kernels.turns`. It decides what a row sees: the context in front of
+            the block, cut by the layer's window, and the block, up to the row itself where `causal(layer)`.
           cache: handed from call to call.
-          kernels: who computes the products, norms and rotation of rows.
+          kernels: who computes the products, norms and rotation of rows, as `rows` of `Qwen3`.
 
         Returns:
           hidden `dtype` [B, q, H], the stream after the final norm, and the last cache.

@@ -130,8 +130,8 @@ class FlaxApply:
     taps: tuple[int, ...] = ()
 
     def __call__(self, params, tokens, positions, cache, metadata):
-        def store_and_attend(layer, q, k, v, cache):
-            return attend(cache, layer, q, k, v, metadata)
+        def store_and_attend(layer, q, k, v, cache, heads=None):
+            return attend(cache, layer, q, k, v, metadata, heads=heads)
 
         def select_and_attend(layer, q, k, v, index, cache, *, scale):
             return attend_pooled(cache, layer, q, k, v, index, metadata, scale=scale)[:2]
@@ -139,11 +139,8 @@ class FlaxApply:
         def advance(layer, update, cache):
             return recur(cache, layer, update, metadata)
 
-        def turn_and_attend(layer, q, k, v, cache, heads):
-            return attend(cache, layer, q, k, v, metadata, heads=heads)
-
         dense = isinstance(self.module, Qwen3)
-        carried = {"rows": Rows(metadata.backend, turn_and_attend)} if dense else {"recur": advance}
+        carried = {"rows": Rows(metadata.backend, turns=True)} if dense else {"recur": advance}
         joined = select_and_attend if isinstance(self.module, Glm) else store_and_attend
         rows = metadata.logit_rows
         return self.module.apply(params, tokens, positions, joined, cache, logit_rows=rows, taps=self.taps, **carried)

@@ -120,12 +120,12 @@ class Qwen3(nn.Module):
           tokens: int32 [B, T], ids 0 to V - 1; padded rows hold any such id.
           positions: int32 [B, T], each token's place in its text, counted from 0.
           attend: called once a layer, in order, as `attend(layer, q, k, v, cache) -> (out, cache)` with q and out
-            [B, T, Hq, hd] and k, v [B, T, Hkv, hd] in `dtype`, keys already rotated. It alone mixes rows, so what a
-            padded row holds reaches another row only through it.
+            [B, T, Hq, hd] and k, v [B, T, Hkv, hd] in `dtype`, keys already rotated (unless `rows.turns`). It alone
+            mixes rows, so what a padded row holds reaches another row only through it.
           cache: handed to the first call of `attend`, then from call to call; any pytree, or None.
           logit_rows: int32 [B, K], rows 0 to T - 1 whose logits are wanted; None means all T.
           taps: m layers, 0 to L - 1 (static), whose features are wanted in place of the normed stream.
-          rows: who computes the products, norms and rotation of rows (static).
+          rows: who computes the products, norms and rotation of rows, and whether `attend` does the latter (static).
 
         Returns:
           logits float32 [B, K or T, V]; hidden `dtype` [B, T, H], the stream after the final norm, or, with taps,

@@ -7,8 +7,9 @@ a step hands over one that leaves to kernels what they do faster.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from jax import lax
 from jaxspec.attention.heads import Heads
 from pallas_kernels import View, row_products, row_sums
 from pallas_kernels.dispatch import supported
+from pallas_kernels.head_tiles import read
 from pallas_kernels.row_products import MOST, serves
 from pallas_kernels.store_heads import WIDEST
 
@@ -47,24 +49,25 @@ def rms_norm(x: Array, scale: Array, eps: float, dtype: Any) -> Array:
 
 
 # attend(layer, q [B, T, Hq, hd], k [B, T, Hkv, hd], v [B, T, Hkv, hd], cache) -> (out [B, T, Hq, hd], cache)
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+Attend = Callable[..., tuple[Array, Any]]
 Projected = tuple[Array | View, Array | View, Array | View]  # q, k, v, each [B * T, heads, hd]
 SPLIT = 8  # pieces of a contraction whose parts `row_sums` adds up, if it divides them
 
 
-class Normed(NamedTuple):
+@flax.struct.dataclass
+class Normed:
     """Rows that went through a norm, or the most of it.
 
     Attributes:
       rows: [B, T, K]; where there are squares the rows before the norm times its scale, and what products make of them
         is still to be divided.
       squares: float32[B * T, blocks], whose sum is that of the squares of a row before the norm; None: all is done.
-      eps: of the norm.
+      eps: of the norm (static).
     """
 
     rows: Array
     squares: Array | None
-    eps: float
+    eps: float = flax.struct.field(pytree_node=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +79,8 @@ class Rows:
 
     Attributes:
       backend: who runs the kernels, as in `pallas_kernels`; 'reference' is plain jax.
-      turning: an `Attend` that takes q, k and v as they are projected, and as its last argument the `Heads` by which it
-        norms and rotates them on their way to the cache; None where the `Attend` of the call is to get them done.
+      turns: whether `attend` itself norms and rotates heads, on their way to the cache: it is then called as
+        `attend(layer, q, k, v, cache, heads=heads)`, with q, k and v as projected, see `jaxspec.Heads`.
 
     Example:
       >>> x, scale, ones = jnp.ones((1, 3, 4)), jnp.ones(4), jnp.ones((4, 2))
@@ -87,7 +90,7 @@ class Rows:
     """
 
     backend: str | None = "reference"
-    turning: Callable[..., tuple[Array, Any]] | None = None
+    turns: bool = False
 
     def projected(
         self, x: Array, norm: tuple[Array, float], weights: tuple[Array, ...], head_dim: int, heads: Heads, dtype: Any
@@ -107,7 +110,7 @@ class Rows:
           have been left to end the norm.
         """
         (scale, eps), count, widths = norm, x.shape[0] * x.shape[1], [weight.shape[1] for weight in weights]
-        if self.turning is not None and self._ends_later(count, x.shape[-1], dtype):
+        if self.turns and self._ends_later(count, dtype) and x.shape[-1] <= WIDEST:
             heads = heads.replace(rows=x.reshape(count, x.shape[-1]), rows_eps=eps)
             x = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)  # by whatever made x
         else:
@@ -123,12 +126,11 @@ class Rows:
         return tuple(View(buffer, start, shape, strides) for start, shape in zip(starts, shapes, strict=True)), heads
 
     def attend(self, layer: int, rows: Projected, heads: Heads, attend: Attend, cache: Any) -> tuple[Array, Any]:
-        """`attend`, or what takes its place, of projected rows: out [B, T, Hq, hd] and the cache."""
-        if self.turning is not None:
-            return self.turning(layer, *rows, cache, heads)
+        """What `attend` makes of projected rows: out [B, T, Hq, hd] and the cache."""
+        if self.turns:
+            return attend(layer, *rows, cache, heads=heads)
         q, k = heads.turned(*rows[:2], supported(self.backend))
-        v = rows[2].read() if isinstance(rows[2], View) else rows[2]
-        return attend(layer, q, k, heads.by_request(v), cache)
+        return attend(layer, q, k, heads.by_request(read(rows[2])), cache)
 
     def added(
         self, x: Array, rows: Array, weight: Array, norm: tuple[Array, float], dtype: Any
@@ -142,7 +144,7 @@ class Rows:
           dtype: of the product and of the results.
         """
         (scale, eps), (B, T, M), K = norm, x.shape, rows.shape[-1]
-        if not self._ends_later(B * T, M, dtype):
+        if not self._ends_later(B * T, dtype):
             x = x + dot(rows, weight, dtype)
             return x, Normed(rms_norm(x, scale, eps, dtype), None, eps)
         S = math.gcd(K, SPLIT)
@@ -156,10 +158,10 @@ class Rows:
         (found,) = self._products(normed.rows, (gate, up), dtype, gated=True, squares=normed.squares, eps=normed.eps)
         return found.reshape(*normed.rows.shape[:-1], gate.shape[1])
 
-    def _ends_later(self, count: int, K: int, dtype: Any) -> bool:
-        """Whether the norm of so many rows [count, K] in front of several products is ended behind them. Float16 may
-        not hold rows times a scale."""
-        return self.backend != "reference" and jnp.dtype(dtype) == jnp.bfloat16 and 0 < count <= MOST and K <= WIDEST
+    def _ends_later(self, count: int, dtype: Any) -> bool:
+        """Whether the norm of so many rows in front of several products is ended behind them. Float16 may not hold rows
+        times a scale."""
+        return self.backend != "reference" and jnp.dtype(dtype) == jnp.bfloat16 and 0 < count <= MOST
 
     def _products(self, x, weights, dtype, **how):
         # Leading axes are flattened, so that B requests of T rows are one product of B * T rows.
