@@ -43,8 +43,8 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
       set.
 
     Example:
-      >>> compiler_options("cpu")
-      {}
+      >>> compiler_options("cpu"), compiler_options("cuda")["xla_gpu_command_buffer_scheduling_mode"]
+      ({}, 'CONCURRENT')
     """
     platform = jax.default_backend() if platform is None else platform
     if platform not in ("gpu", "cuda"):
