@@ -5,10 +5,10 @@
                 where the wheels of a CUDA plugin and a CUDA compiler are
 
 A launch belongs to the metadata if a builder of `jaxspec.metadata` asks for it, and to the attention if it attends: one
-or two a layer, as the longest context has one part or more. Other kernels are whatever is
-neither, by name: those that move states or commit context rows, and of each layer of a Qwen3 `store_heads`; in
-bfloat16 with up to 64 rows these have twice `row_products` and once `row_sums`. Ordinary metadata of a sparse model are
-mostly plain operations, which the traced count does not see and the compiled one does.
+or two a layer, as the longest context has one part or more. Other kernels are whatever is neither, by name: those that
+move states or commit context rows, and of each layer of a Qwen3 `store_heads`; in bfloat16 with up to 64 rows these
+have twice `row_products` and once `row_sums`. Ordinary metadata of a sparse model are mostly plain operations, which
+the traced count does not see and the compiled one does.
 
 The phases are those of `jaxspec.steps.round`, with what prepares a round counted to the verify; a prompt's chunk is no
 part of a round. A loop of so many turns counts as often, one that ends when the data say so as one turn, and of several
