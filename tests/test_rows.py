@@ -261,13 +261,27 @@ def test_training_gathers_embeddings_alone(dtype):
     assert program.count(" gather[") == 1 and program.count(" scatter-add[") == 1
 
 
-def test_norms_of_the_widest_rows_are_not_left_to_the_heads(monkeypatch):
-    """A row is to lie in the registers of a program."""
-    layer = Layer()
-    found = layer.run(KERNELS, "bfloat16", cached=True)
-    monkeypatch.setattr("jaxspec.models.rows.WIDEST", layer.K - 1)
-    for y, z, bound in zip(found, layer.run(KERNELS, "bfloat16", cached=True), [0.015] * 4 + [0.025], strict=True):
-        near(y, z, bound)
+@pytest.mark.parametrize(
+    ("rows", "dtype", "count", "ended"),
+    [
+        (Rows(None, turns=True), "bfloat16", 64, False),
+        (Rows(None, turns=True), "bfloat16", 65, True),
+        (Rows(None, turns=True), "float32", 8, True),
+        (Rows(None, turns=True), "float16", 8, True),  # may not hold rows times a scale
+        (Rows("reference", turns=True), "bfloat16", 8, True),
+        (Rows(None), "bfloat16", 8, True),
+    ],
+)
+@pytest.mark.parametrize("wide", [False, True])
+def test_who_ends_the_norm_in_front_of_heads(monkeypatch, rows, dtype, count, ended, wide):
+    """What turns them, of few rows in bfloat16 that are not too wide for the registers of a program."""
+    layer = Layer(B=count, T=1)
+    monkeypatch.setattr("jaxspec.models.rows.WIDEST", layer.K - wide)
+    heads = Heads(*rotary_angles(layer.positions, layer.HEAD_DIM, 1e4), layer.scales)
+    how = (layer.norm, layer.EPS), layer.weights[:3], layer.HEAD_DIM, heads, dtype
+    found = jax.eval_shape(lambda x: rows.projected(x, *how)[1], layer.x.astype(dtype))
+    assert (found.rows is None) == (ended or wide)
+    assert found.rows is None or (found.rows.shape, found.rows_eps) == ((count, layer.K), layer.EPS)
 
 
 def test_training_of_a_block_draft_sees_no_kernel():

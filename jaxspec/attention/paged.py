@@ -125,6 +125,9 @@ def store(
 
     Returns:
       q as attention takes it, [B, D, heads, head_dim], and the cache with row (b, j) at slots[b, j].
+
+    Raises:
+      ValueError: rows that are not what the layer keeps, or heads that do not fit them; the message names the argument.
     """
     if heads is None:
         return q, cache.write(layer, slots, k, v, backend)
