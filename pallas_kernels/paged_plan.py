@@ -123,15 +123,23 @@ class Plan:
         return -(-self.D * self.group // self.tile)
 
     @property
+    def crowded(self) -> bool:
+        """Whether processors have several programs of float32 each. Such a program is best small: what it loads goes
+        through registers, to be split in two, and while it waits the others work."""
+        return self._itemsize == 4 and self.programs * min(self.usual_parts, self.parts) > self.sizes.processors
+
+    @property
     def block(self) -> int:
         """Keys a block."""
-        most = min(self.sizes.block[self.window is not None], self.sizes.block_bytes // self._row_bytes)
+        block_bytes = self.sizes.block_bytes // (2 if self.crowded else 1)
+        most = min(self.sizes.block[self.window is not None], block_bytes // self._row_bytes)
         return min(max(most, LEAST), power(self.capacity))
 
     @property
     def stages(self) -> int:
-        """Blocks on their way at a time: as many as there is room for, one where parts are of one block."""
-        if self._keys <= min(self.usual_parts, self.parts) * self.block:
+        """Blocks on their way at a time: as many as there is room for, one of crowded programs or where parts are of
+        one block."""
+        if self.crowded or self._keys <= min(self.usual_parts, self.parts) * self.block:
             return 1
         block = self.block * self._itemsize * (self.key if self.rows.values_are_keys else self.key + self.out)
         room = self.sizes.shared_bytes - self.tile * self.key * self._itemsize

@@ -6,6 +6,7 @@ generation. Its pool is too small to hold the most pages of both kinds at once.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -34,8 +35,10 @@ from jaxspec.generation.loops import run_to_end
 from jaxspec.generation.results import read_requests
 from jaxspec.metadata import verify_layout, verify_metadata
 from jaxspec.models import dense_attend
+from jaxspec.steps import prefill
 from jaxspec.steps.memory import pool_layout
-from jaxspec.steps.state import EMPTY
+from jaxspec.steps.rounds import _stretch, run_rounds
+from jaxspec.steps.state import EMPTY, FINISHED, RUNNING
 from jaxspec.steps.step import jit_with_state
 from pallas_kernels import PackedMetadata
 
@@ -290,16 +293,70 @@ def test_memory_goes_from_kind_to_kind_and_pages_move(tight, by_rounds):
 
 
 def test_pages_move_inside_a_generation(tight, by_rounds, monkeypatch):
-    """`jaxspec.generate` in one dispatch: the same rounds, and pages that end where the moves above put them."""
+    """`jaxspec.generate` in one dispatch: the same rounds, and pages that end where stretch after stretch puts them."""
     spec, params = tight
     monkeypatch.setattr("jaxspec.steps.step.compiler_options", lambda: FAST_COMPILE)
     result = jaxspec.generate(spec.target, params, PROMPTS, drafter=spec.drafter, config=spec.config)
     assert [r.token_ids for r in result.requests] == [r.token_ids for r in by_rounds]
     assert [r.accept_lengths for r in result.requests] == [r.accept_lengths for r in by_rounds]
     state, _ = jit_with_state(run_to_end, spec.options)(spec, params, initial(spec, PROMPTS))
-    stepwise = run_by_rounds(spec, params, initial(spec, PROMPTS))
+
+    stretch = functools.partial(jax.jit(one_stretch, static_argnums=0, compiler_options=FAST_COMPILE), spec, params)
+    stretches, moves = [jit_with_state(prefill, spec.options)(spec, params, initial(spec, PROMPTS))[0]], 0
+    while running(stretches[-1]).any():
+        before = jax.device_get(stretches[-1].pages.v2p)
+        after, status, rounds = stretch(stretches[-1])
+        assert status == 0 and rounds > 0
+        if running(stretches[-1]).all():  # nothing was released, so a page bound before and after is the same one
+            now = jax.device_get(after.pages.v2p)
+            moves += ((before > 0) & (now > 0) & (before != now))[1:].sum()
+        stretches.append(after)
+    assert moves > 0 and len(stretches) > 3
     # The stacks of holes tell the whole history of hand-outs, moves and frees.
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state.pages, stepwise.pages)))
+    after, _, rounds = stretch(stretches[-1])
+    assert rounds == 0
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state.pages, after.pages)))
+
+
+def running(state):
+    return np.asarray(jaxspec.requests_of(state).status)[1:] == RUNNING
+
+
+def one_stretch(spec, params, state):
+    """What a generation does between two hand-outs of pages; once all has ended, its last taking back."""
+    return _stretch(spec, params, (state, jnp.int32(0), jnp.int32(0)), up_to(NEW))
+
+
+def up_to(count):
+    """The condition of so many rounds, or of fewer if all requests end."""
+    return lambda state, rounds: (jaxspec.requests_of(state).status == RUNNING).any() & (rounds < count)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST_COMPILE)
+def rounds_on(spec, params, state, count):
+    """Up to so many rounds in one call."""
+    return run_rounds(spec, params, state, jnp.int32(0), up_to(count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, NEW])
+def test_rounds_of_a_stretch_are_rounds(tight, count):
+    """So many rounds in one call leave the requests where as many single calls do, and no page with what has ended."""
+    spec, params = tight
+    state, _ = spec.prefill(params, initial(spec, PROMPTS))
+    found, status, ran = rounds_on(spec, params, state, count)
+    single, _ = spec.prefill(params, initial(spec, PROMPTS))
+    turns = 0
+    while turns < count and running(single).any():
+        single, output = spec(params, single)
+        assert output.status == 0
+        turns += 1
+    assert status == 0 and ran == turns
+    same = [(s.tokens, s.round_log, s.logprobs, jaxspec.requests_of(s)) for s in (found, single)]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:], b[1:]), *jax.device_get(same))
+    ended = np.asarray(jaxspec.requests_of(found).status) == FINISHED
+    assert not np.asarray(found.pages.num_pages)[ended].any()
+    if count == NEW:
+        assert ended[1:].all() and found.pages.counters[0] == len(found.pages.free_virtual) - 1
 
 
 # Out of pages
@@ -345,6 +402,25 @@ def test_out_of_pages_in_a_round(tight, greedy):
         assert result.finish_reason == "out_of_pages"
         assert 1 < len(result.token_ids) < NEW
         assert result.token_ids == greedy(ids, len(result.token_ids))
+
+
+def test_out_of_pages_ends_a_stretch_before_a_round(tight, greedy):
+    """The rounds before it count, nothing of a request is lost, and with pages it goes on as if nothing had been."""
+    spec, params = tight
+    many = functools.partial(rounds_on, spec, params, count=NEW)
+    state, _ = spec.prefill(params, initial(spec, LONG))
+    state, status, ran = many(state)
+    assert status == 1 and 0 < ran < NEW and running(state).all()
+    assert ran == jaxspec.requests_of(state).verify_count.max()
+    again, status, ran = many(state)
+    assert status == 1 and ran == 0
+    same = [(s.tokens, jaxspec.requests_of(s)) for s in (state, again)]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(same))
+
+    state, status, _ = many(without_row(again, 2))
+    assert status == 0 and not running(state).any()
+    results = read_requests(state, LONG)
+    assert [results[i].token_ids for i in (0, 2)] == [greedy(LONG[i], NEW) for i in (0, 2)]
 
 
 def test_out_of_pages_in_prefill(tight):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxspec.steps import Params, SpecState, SpecStep, prefill, requests_of, run_round
+from jaxspec.steps import Params, SpecState, SpecStep, prefill, requests_of
 from jaxspec.steps.round import OK
+from jaxspec.steps.rounds import run_rounds
 from jaxspec.steps.state import RUNNING
 from jaxspec.steps.step import jit_with_state
 
@@ -28,17 +28,11 @@ def _rounds(
 ) -> tuple[SpecState, Array]:
     """Rounds until all requests are done, pages run out, or `limit` rounds have run."""
 
-    def unfinished(carry):
-        state, status, rounds = carry
-        going = (status == OK) & (requests_of(state).status == RUNNING).any()
-        return going if limit is None else going & (rounds < limit)
+    def going(state: SpecState, rounds: Array) -> Array:
+        running = (requests_of(state).status == RUNNING).any()
+        return running if limit is None else running & (rounds < limit)
 
-    def one(carry):
-        state, _, rounds = carry
-        state, out = run_round(spec, params, state)
-        return state, out.status, rounds + 1
-
-    state, status, _ = lax.while_loop(unfinished, one, (state, status, jnp.int32(0)))
+    state, status, _ = run_rounds(spec, params, state, status, going)
     return state, status
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.config import SpecConfig
-from jaxspec.steps import Params, run_round
+from jaxspec.steps import Params
 from jaxspec.steps.prefill import pages_per_chunk, prefill_chunk
 from jaxspec.steps.refill import (
     RefillPlan,
@@ -31,6 +31,7 @@ from jaxspec.steps.refill import (
     staged,
 )
 from jaxspec.steps.round import OK
+from jaxspec.steps.rounds import run_rounds
 from jaxspec.steps.state import RUNNING, WAITING, Requests, SpecState, requests_of
 
 Array = jax.Array
@@ -91,18 +92,12 @@ def dispatch(spec, params: Params, slots: Slots, window: Window, plan: RefillPla
     at_work = in_work(requests_of(state)).sum()
     enter = admissible(spec, slots.replace(step=state), window, plan) + at_work
 
-    def going(carry):
-        state, status, rounds = carry
+    def going(state: SpecState, rounds: Array) -> Array:
         requests = requests_of(state)
         ready = (wanted > 0) & (enter - in_work(requests).sum() >= wanted)
-        return (status == OK) & (requests.status == RUNNING).any() & (rounds < most) & ~ready
+        return (requests.status == RUNNING).any() & (rounds < most) & ~ready
 
-    def one(carry):
-        state, _, rounds = carry
-        state, out = run_round(spec, params, state)
-        return state, out.status, rounds + 1
-
-    state, status, rounds = lax.while_loop(going, one, (state, jnp.int32(OK), jnp.int32(0)))
+    state, status, rounds = run_rounds(spec, params, state, jnp.int32(OK), going)
     short |= status != OK
     here, ages = requests_of(state), slots.age
     slots, out = retract(slots.replace(step=state, chunk=packed), short, ended_since(before, here))

@@ -10,9 +10,10 @@ from jaxspec.drafting import ExtendContext, extends
 from jaxspec.metadata import draft_extend_metadata, verify_layout
 from jaxspec.steps.fusion import kpool_of
 from jaxspec.steps.memory import lend, page_rows, state_table, take_back
-from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, free_pages, log_run
+from jaxspec.steps.round import OK, OUT_OF_PAGES, emit, log_run
 from jaxspec.steps.settings import lane_settings
 from jaxspec.steps.state import WAITING, SpecState, lanes_to_rows, requests_of
+from jaxspec.steps.upkeep import free_pages
 from jaxspec.verification import greedy_token, sample_token
 from pallas_kernels import PackedMetadata
 

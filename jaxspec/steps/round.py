@@ -14,7 +14,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import Pages, UnifiedPages
 from jaxspec.cache.layers import ACCUMULATED
 from jaxspec.cache.pages import run_if
 from jaxspec.drafting import DraftContext, Drafts, ExtendContext, extends
@@ -36,6 +35,7 @@ from jaxspec.steps.state import (
     lanes_to_rows,
     requests_of,
 )
+from jaxspec.steps.upkeep import free_pages, hand_out, is_short, running_rows
 from jaxspec.verification import (
     StopMatcher,
     chain_nodes,
@@ -131,27 +131,23 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
     Returns:
       The state with pages handed out (or as it was, if there are not enough) and the plan.
     """
-    config = spec.config
     requests = requests_of(state)
-    lane_rows = jnp.arange(1, config.rows, dtype=jnp.int32)
-    running = requests.status[1:] == RUNNING
-    rows = jnp.where(running, lane_rows, 0)
-    least = _next_end(config, requests)
-    # No row is ever verified past the last token that a request may emit.
-    final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
-    reach = jnp.maximum(jnp.minimum(_next_end(config, requests, config.reserve), final), least)
-    max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
 
-    def hand_out(pages, cache, _):
-        return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
+    def provide(pages, cache, _):
+        return hand_out(spec, requests, pages, cache)
 
     memory = state.pages, state.cache, jnp.bool_(True)
-    if config.memory == "unified":
-        pages, cache, enough = run_if(state.pages.short(rows, least), hand_out, *memory)
+    if spec.config.memory == "unified":
+        pages, cache, enough = run_if(is_short(spec, requests, state.pages), provide, *memory)
     else:
-        pages, cache, enough = hand_out(*memory)
+        pages, cache, enough = provide(*memory)
+    return _plan(spec, state.replace(pages=pages, cache=cache), enough)
 
-    rows = jnp.where(enough, rows, 0)
+
+def _plan(spec, state: SpecState, enough: Array) -> tuple[SpecState, RoundPlan]:
+    """The metadata of a round of all running requests, or of none where bool[] `enough` is False."""
+    config, requests, pages = spec.config, requests_of(state), state.pages
+    rows = jnp.where(enough, running_rows(requests), 0)
     seq_lens = jnp.where(rows > 0, requests.seq_len[1:], 0)
     anchor = state.tokens[rows, seq_lens]
     metadata, packed = verify_metadata(
@@ -174,7 +170,7 @@ def prepare(spec, state: SpecState) -> tuple[SpecState, RoundPlan]:
         anchor=anchor,
         metadata=metadata,
     )
-    return state.replace(pages=pages, cache=cache, metadata=packed), plan
+    return state.replace(metadata=packed), plan
 
 
 def draft(spec, params, state: SpecState, plan: RoundPlan) -> tuple[SpecState, Drafts]:
@@ -309,6 +305,12 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
     Returns:
       The state after the round, and what happened.
     """
+    state, out = _settle(spec, state, plan, drafts, verdict)
+    return state.replace(pages=free_pages(spec, requests_of(state), state.pages, plan.req_rows)), out
+
+
+def _settle(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Verdict) -> tuple[SpecState, StepOutput]:
+    """`commit` but for the pages."""
     requests = requests_of(state)
     rows = plan.req_rows
     active = rows > 0
@@ -322,14 +324,12 @@ def commit(spec, state: SpecState, plan: RoundPlan, drafts: Drafts, verdict: Ver
         seq_len=requests.seq_len + lanes_to_rows(keep),
         verify_count=requests.verify_count + lanes_to_rows(active.astype(jnp.int32)),
     )
-    pages = free_pages(spec, requests, state.pages, rows)
     cache = state.cache
     if verdict.pending:
         slots = unmarked(plan.metadata.state_slots, "state")
         cache = commit_states(cache, verdict.pending, slots, keep - 1, backend=spec.config.kernel_backend)
     state = state.with_(
         requests=requests,
-        pages=pages,
         cache=cache,
         tokens=emitted.history,
         stops=emitted.stops,
@@ -435,49 +435,6 @@ def log_run(history: Array | None, position: Array, count: Array, logits: Array 
     return history.at[row, jnp.where(live, position[:, None] + column, 0)].set(jnp.where(live, chosen, 0))
 
 
-def _next_end(config, requests: Requests, ahead: int | None = None) -> Array:
-    """int32[B], where the rows of each lane's next round end, or so many tokens ahead; at most the context limit."""
-    ahead = config.num_draft_tokens if ahead is None else ahead
-    return jnp.minimum(requests.seq_len[1:] + ahead, config.context_len)
-
-
-def free_pages(spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, *, max_advance: int | None = None):
-    """Retires the SWA pages that `rows` have moved past and frees finished requests.
-
-    With unified memory a round does so only when the next one will hand out pages, or when a request ended: nobody else
-    wants them before.
-
-    Args:
-      spec: the `SpecStep` (static).
-      requests, pages: lengths already raised.
-      rows: int32[B], b + 1 for lanes that took part, else 0.
-      max_advance: tokens that a request may have gained since the last call, after a prefill; None after a round
-        (static).
-
-    Returns:
-      The pages after.
-    """
-    config, window = spec.config, spec.target.swa_window
-    ended = (requests.status == FINISHED) & (pages.num_pages > 0)
-    lazy = config.memory == "unified" and max_advance is None
-    if max_advance is None:
-        # A row with pages enough goes on to the end of its last one before anybody looks at it.
-        max_advance = config.reserve + config.page_size if lazy else config.num_draft_tokens
-
-    def retire(pages):
-        if window is None:
-            return pages
-        max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
-        return pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
-
-    if lazy:
-        due = ended.any() | pages.short(rows, _next_end(config, requests))
-        (pages,) = run_if(due, lambda pages: (retire(pages).release(ended),), pages)
-    else:
-        (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), retire(pages))
-    return pages
-
-
 def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:
     """prepare, draft, verify, extend, commit."""
     state, plan = prepare(spec, state)
@@ -485,3 +442,12 @@ def run_round(spec, params, state: SpecState) -> tuple[SpecState, StepOutput]:
     state, verdict = verify(spec, params, state, plan, drafts)
     state = extend(spec, params, state, plan, verdict)
     return commit(spec, state, plan, drafts, verdict)
+
+
+def run_provided_round(spec, params, state: SpecState) -> SpecState:
+    """A round of requests that have the pages for it. None are handed out, and none taken back."""
+    state, plan = _plan(spec, state, jnp.bool_(True))
+    state, drafts = draft(spec, params, state, plan)
+    state, verdict = verify(spec, params, state, plan, drafts)
+    state = extend(spec, params, state, plan, verdict)
+    return _settle(spec, state, plan, drafts, verdict)[0]

@@ -1,0 +1,105 @@
+"""The pages of running requests between two forwards: who lacks some, handing them out, taking back what is done with.
+
+With static memory this is little work, done in every round. With unified memory pages of all kinds share a pool, so it
+is more, and most rounds need none of it: a request gets pages for several rounds at once (`SpecConfig.reserve`), and
+what others leave behind is taken back when pages are handed out next.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import KVCache, Pages, PoolCache, UnifiedPages
+from jaxspec.cache.pages import run_if
+from jaxspec.steps.state import FINISHED, RUNNING, Requests
+
+Array = jax.Array
+
+
+def running_rows(requests: Requests) -> Array:
+    """int32[B], the request row of each lane whose request is running, 0 for the others."""
+    running = requests.status[1:] == RUNNING
+    return jnp.where(running, jnp.arange(1, 1 + running.size, dtype=jnp.int32), 0)
+
+
+def next_end(config, requests: Requests, ahead: int | None = None) -> Array:
+    """int32[B], where the rows of each lane's next round end, or so many tokens ahead; at most the context limit."""
+    ahead = config.num_draft_tokens if ahead is None else ahead
+    return jnp.minimum(requests.seq_len[1:] + ahead, config.context_len)
+
+
+def is_short(spec, requests: Requests, pages: UnifiedPages) -> Array:
+    """bool[], whether a running request lacks pages for the rows of its next round."""
+    return pages.short(running_rows(requests), next_end(spec.config, requests))
+
+
+def hand_out(
+    spec, requests: Requests, pages: Pages | UnifiedPages, cache: KVCache | PoolCache
+) -> tuple[Pages | UnifiedPages, KVCache | PoolCache, Array]:
+    """Gives every running request pages for `config.reserve` rows, or where those do not fit for its next round.
+
+    Args:
+      spec: the `SpecStep` (static).
+      requests, pages, cache: of the state.
+
+    Returns:
+      Pages and cache after, and bool[], whether there were enough for the next round; if not, both are as they were.
+    """
+    config = spec.config
+    least = next_end(config, requests)
+    # No row is ever verified past the last token that a request may emit.
+    final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
+    reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve), final), least)
+    max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
+    rows = running_rows(requests)
+    return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
+
+
+def retire(
+    spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, max_advance: int
+) -> Pages | UnifiedPages:
+    """Takes back the SWA pages that `rows` have moved past; see `free_pages`."""
+    config, window = spec.config, spec.target.swa_window
+    if window is None:
+        return pages
+    max_retired = min(-(-max_advance // config.page_size) + 1, config.pages_per_row)
+    return pages.retire(rows, requests.seq_len[1:], window, max_retired=max_retired)
+
+
+def reclaim(spec, requests: Requests, pages: UnifiedPages, rows: Array) -> UnifiedPages:
+    """Takes back the SWA pages that `rows` have moved past since pages were handed out, and all of what has ended."""
+    # A row with pages enough goes on to the end of its last one before anybody looks at it.
+    max_advance = spec.config.reserve + spec.config.page_size
+    return retire(spec, requests, pages, rows, max_advance).release(_ended(requests, pages))
+
+
+def free_pages(
+    spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, *, max_advance: int | None = None
+) -> Pages | UnifiedPages:
+    """Retires the SWA pages that `rows` have moved past and frees finished requests.
+
+    After a round with unified memory only when the next one will hand out pages, or when a request ended: nobody else
+    wants them before.
+
+    Args:
+      spec: the `SpecStep` (static).
+      requests, pages: lengths already raised.
+      rows: int32[B], b + 1 for lanes that took part, else 0.
+      max_advance: tokens that a request may have gained since the last call, after a prefill; None after a round
+        (static).
+
+    Returns:
+      The pages after.
+    """
+    ended = _ended(requests, pages)
+    if spec.config.memory == "unified" and max_advance is None:
+        due = ended.any() | is_short(spec, requests, pages)
+        (pages,) = run_if(due, lambda pages: (reclaim(spec, requests, pages, rows),), pages)
+        return pages
+    pages = retire(spec, requests, pages, rows, spec.config.num_draft_tokens if max_advance is None else max_advance)
+    (pages,) = run_if(ended.any(), lambda pages: (pages.release(ended),), pages)
+    return pages
+
+
+def _ended(requests: Requests, pages: Pages | UnifiedPages) -> Array:
+    """bool[R], requests that have ended and own pages still."""
+    return (requests.status == FINISHED) & (pages.num_pages > 0)
