@@ -12,8 +12,12 @@ import pytest
 import quick_compile
 from jax import lax
 from pool_cases import pool, round_of_pages, state
+from unified_cases import initial, tight_step
 
 from jaxspec.cache import LayerSpec, PoolCache, PoolLayout, StatePart, StateSpec, init_unified
+from jaxspec.steps import requests_of, run_round
+from jaxspec.steps.round import run_provided_round
+from jaxspec.steps.upkeep import hand_out
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
 aot = importlib.import_module("kernel_aot")
@@ -133,3 +137,24 @@ def test_no_transfer():
     with jax.transfer_guard("disallow"):
         (pages, cache), ok = jax.block_until_ready(compiled((pages, cache), *arguments))
     assert ok and int(pages.num_pages.sum()) == 32 * 3
+
+
+def branches(function, *arguments):
+    """Branches in a program, those between platforms left out, and loops."""
+    names = [
+        equation.primitive.name
+        for equation in equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+        if equation.params.get("branches_platforms") is None
+    ]
+    return names.count("cond"), names.count("while")
+
+
+def test_a_round_that_was_provided_for_asks_nothing_about_pages():
+    """The rounds of a stretch neither branch nor move pages: one asks for them twice, and its pages move in loops."""
+    spec, params = tight_step()
+    state = initial(spec, [[1, 2, 3]])
+    conds, whiles = branches(lambda p, s: run_provided_round(spec, p, s), params, state)
+    assert conds == 0
+    assert branches(lambda p, s: run_round(spec, p, s), params, state)[0] == 2
+    pages = branches(lambda p, s: hand_out(spec, requests_of(s), s.pages, s.cache), params, state)
+    assert branches(lambda p, s: run_round(spec, p, s), params, state)[1] == whiles + pages[1] and pages[1] > 0

@@ -15,7 +15,7 @@ import pytest
 from kernel_attention import SMALL, Pool, check, problem, run
 
 from pallas_kernels import PagedRows, RowPlace, paged_attention, paged_kernel
-from pallas_kernels.paged_plan import SIZES
+from pallas_kernels.paged_plan import SIZES, Plan
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 each_executor = pytest.mark.parametrize("executor", ["reference", "interpret", GPU])
@@ -300,6 +300,36 @@ def test_a_context_may_hold_anything_but_what_is_seen(executor):
     for bits in (0, 0x7F7FFFFF, 0xFF800000, 0xFFFFFFFF):
         buffer = np.where(poison, np.uint32(bits), call.buffer)
         np.testing.assert_array_equal(run(dataclasses.replace(call, buffer=buffer), executor), run(call, executor))
+
+
+# How work is cut -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "requests", "window", "found"),
+    [
+        ("float32", 48, None, (64, 1)),  # several programs a processor: small ones, nothing on its way beforehand
+        ("float32", 48, 256, (64, 1)),
+        ("float32", 1, 256, (64, 3)),  # fewer programs than processors
+        ("bfloat16", 48, None, (128, 3)),
+        ("bfloat16", 1, None, (128, 1)),  # parts of one block
+    ],
+)
+def test_blocks_and_stages_of_crowded_programs(dtype, requests, window, found):
+    sizes = dict(kv_heads=2, head_dim=64, value_dim=64, page_size=128)
+    rows = PagedRows.of(jnp.zeros((128, 256), dtype), **sizes).place
+    how = dict(by_slot=False, window=window, causal=True, scale=1.0, dtype=dtype)
+    plan = Plan(B=requests, D=1, H=4, P=20, rows=rows, **how)
+    assert (plan.block, plan.stages) == found
+
+
+@pytest.mark.parametrize("executor", ["interpret", GPU])
+def test_crowded_programs_against_the_oracle(executor):
+    """Float32 with two query heads a K/V head, as an embedded draft has them: parts of several blocks each."""
+    lengths = np.array([0, 1, 127, 128, 129, 700, 1279, 1280] * 6, np.int32)
+    call = problem(rng_of(21), lengths, 1, columns=10, page_size=128, heads=2, kv_heads=1, head_dim=64)
+    assert cases.plan_of(call).crowded
+    check(call, executor, SIZES)
 
 
 # Random problems -----------------------------------------------------------------------------------------------------
