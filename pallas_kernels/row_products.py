@@ -241,9 +241,9 @@ def _columns(plan: Plan, x, squares=None, *, matrices, outs) -> None:
         places.append((out, column, inside, mine))
         first += blocks
     if squares is not None:
-        blocks = squares.shape[1]
-        block = lax.iota(jnp.int32, 1 << (blocks - 1).bit_length())
-        mean = jnp.sum(_load(squares, row, block, real, None if blocks == len(block) else block < blocks), axis=1)
+        # One block after the other. How a sum along an axis is ordered depends on the tile, so on how many rows it has.
+        columns = (_column(squares, row, block, real) for block in range(squares.shape[1]))
+        mean = functools.reduce(jnp.add, columns)
         factor = lax.rsqrt(mean * np.float32(1 / plan.K) + np.float32(plan.eps))[:, None]
         sums = [total * factor for total in sums]
     result = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if plan.gated else sums[0]
@@ -291,3 +291,9 @@ def _load(ref, row, column, real, inside):
     """A tile of a 2-D array, zeros where there is nothing."""
     index, mask = _tile(row, column, real, inside)
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))
+
+
+def _column(ref, row, column: int, real):
+    """Of a 2-D array, zeros where there is nothing."""
+    index = row, jnp.full_like(row, column)
+    return pltriton.load(ref.at[index], mask=real, other=None if real is None else ref.dtype.type(0))

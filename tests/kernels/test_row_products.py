@@ -483,6 +483,20 @@ def test_loads_are_pipelined_on_sm_90(name, tmp_path):
     assert all("cp.async.cg" in loop and "mma" in loop for loop in loops)
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if "divided" in name])
+def test_no_sum_goes_over_threads_on_sm_90(name, tmp_path):
+    """A sum that does takes an order that follows from the tile: a row's bits would tell how many rows there are."""
+    if reason := aot.missing():
+        pytest.skip(reason)
+    function, arguments = call_of(SHAPES[name], None)
+    aot.compile_for_h200(function, *arguments, dump=tmp_path)
+    text = aot.ptx(tmp_path)["row_products"]
+    blocks = SHAPES[name][5]
+    assert "shfl" not in text and "redux" not in text
+    behind = text[text.rindex("mma") :]
+    assert len(re.findall(r"ld\.global", behind)) >= blocks
+
+
 def in_loops(text):
     """The lines between each label and a branch back to it."""
     lines = text.splitlines()
