@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.buffers import describe
+from pallas_kernels.lanes import power
 from pallas_kernels.triton import pltriton
 from pallas_kernels.views import Array, View
 
@@ -161,11 +162,6 @@ def warps_of(parts: list[Part], widths: list[int], itemsize: int) -> int:
     """Of a program: one for each 32 loads of its widest tile."""
     accesses = max(part.tile * widest for part, widest in zip(parts, widths, strict=True)) * itemsize // ACCESS
     return max(1, min(WARPS, accesses // 32))
-
-
-def power(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 def turn(part: Part, head_dim: int, row, program, x, start: int, scale, angles, to, eps, interpret: bool, factor=None):

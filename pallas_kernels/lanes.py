@@ -82,6 +82,11 @@ class Operation(Protocol):
         """The same function of the same arrays in plain jnp: the outputs after the call."""
 
 
+def power(count: int, least: int = 1) -> int:
+    """The next power of two, at least `least`: lengths of vectors and sides of tiles are such."""
+    return max(least, 1 << max(0, count - 1).bit_length())
+
+
 class Lanes(abc.ABC):
     """The language. What all executors that trace with jax share stands here."""
 
@@ -90,7 +95,7 @@ class Lanes(abc.ABC):
 
     def width(self, count: int, most: int) -> int:
         """Lanes for `count` items: the next power of two, at most `most` (itself one), but no less than one warp."""
-        return max(self.least, min(1 << max(0, count - 1).bit_length(), most))
+        return max(self.least, min(power(count), most))
 
     def iota(self, count: int) -> Value:
         """0, 1, 2, ... count - 1."""

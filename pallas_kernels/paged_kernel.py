@@ -25,7 +25,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.paged_plan import Plan, power
+from pallas_kernels.lanes import power
+from pallas_kernels.paged_plan import Plan
 from pallas_kernels.paged_rows import PagedRows, RowPlace, as_dtype
 from pallas_kernels.triton import pltriton
 
@@ -207,7 +208,7 @@ def _combine(plan: Plan, before, sums, peaks, totals, positions, lens, out) -> N
     base = (request * plan.tiles + tile) * plan.rows.kv_heads + lax.div(head, np.int32(plan.group))
     _, lo, hi, share = _span(plan, positions, lens, request, tile)
     parts = lax.div(hi - lo + share - 1, share)
-    chunk = min(power(plan.parts, 1), plan.sizes.chunk)
+    chunk = min(power(plan.parts), plan.sizes.chunk)
 
     def step(i, carry):
         highest, total, result = carry

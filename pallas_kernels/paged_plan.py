@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.lanes import power
 from pallas_kernels.paged_rows import RowPlace
 
 
@@ -51,11 +52,6 @@ SIZES = Sizes()
 LEAST = 16  # rows, lanes and keys of the smallest product
 
 
-def power(count: int, least: int = LEAST) -> int:
-    """The next power of two, at least `least`."""
-    return max(least, 1 << max(0, count - 1).bit_length())
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """All that is static of a call.
@@ -95,12 +91,12 @@ class Plan:
     @property
     def key(self) -> int:
         """Lanes of a K row."""
-        return power(self.rows.head_dim)
+        return power(self.rows.head_dim, LEAST)
 
     @property
     def out(self) -> int:
         """Lanes of a V row."""
-        return power(self.rows.out_dim)
+        return power(self.rows.out_dim, LEAST)
 
     @property
     def _itemsize(self) -> int:
@@ -115,7 +111,7 @@ class Plan:
     def tile(self) -> int:
         """Rows of a tile, spare ones included."""
         most = min(self.sizes.tile, self.sizes.tile_bytes // self._row_bytes)
-        return min(power(self.D * self.group), max(most, LEAST))
+        return min(power(self.D * self.group, LEAST), max(most, LEAST))
 
     @property
     def tiles(self) -> int:
@@ -133,7 +129,7 @@ class Plan:
         """Keys a block."""
         block_bytes = self.sizes.block_bytes // (2 if self.crowded else 1)
         most = min(self.sizes.block[self.window is not None], block_bytes // self._row_bytes)
-        return min(max(most, LEAST), power(self.capacity))
+        return min(max(most, LEAST), power(self.capacity, LEAST))
 
     @property
     def stages(self) -> int:

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.lanes import power
 from pallas_kernels.triton import pltriton
 
 TILE = 128  # pools a program
@@ -221,15 +222,10 @@ def scores_of_keys(query, weights, keys, scales):
     return heads.sum(axis=2) * scales[:, None]
 
 
-def _power(count: int) -> int:
-    """The next power of two, and what a product needs at least."""
-    return max(LEAST, 1 << max(0, count - 1).bit_length())
-
-
 def _kernel(query, weights, index: PagedIndex, page_table, pool_lens, *, interpret: bool):
     B, D, H, _ = query.shape
     n = page_table.shape[1] * index.pools
-    heads, cells, chunks = _power(H), _power(index.chunk), index.key_cells // index.chunk
+    heads, cells, chunks = power(H, LEAST), power(index.chunk, LEAST), index.key_cells // index.chunk
     parts = chunks * index.packed
     # [B, D, part, cell, head]: a chunk of a key, and in it one byte of each cell, make a part.
     query = query.astype(jnp.float16).reshape(B, D, H, chunks, index.chunk, index.packed)
@@ -237,7 +233,7 @@ def _kernel(query, weights, index: PagedIndex, page_table, pool_lens, *, interpr
     query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, cells - index.chunk), (0, heads - H)))
     query = query.reshape(B * D * parts, cells, heads)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, heads - H))).reshape(B * D, heads)
-    lanes = 1 << (D - 1).bit_length()
+    lanes = power(D)
 
     def body(query, weights, buffer, table, lens, out):
         b, first = pl.program_id(0), pl.program_id(1) * TILE

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.lanes import power
 from pallas_kernels.triton import pltriton
 
 Array = jax.Array
@@ -82,7 +83,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of the tile, spare ones included."""
-        return max(LEAST, 1 << (self.N - 1).bit_length())
+        return power(self.N, LEAST)
 
     @property
     def stages(self) -> int:

@@ -27,7 +27,7 @@ from pallas_kernels import backend as backends
 from pallas_kernels import head_tiles as tiles
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.lanes import as_bits, from_bits
+from pallas_kernels.lanes import as_bits, from_bits, power
 from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.store_rows import check_rows, stored
 from pallas_kernels.triton import pltriton
@@ -157,7 +157,7 @@ def _kernel(
 ):
     place, head_dim = rows.place, q.shape[2]
     given = [q, k] if v is None else [q, k, v]
-    widths = [tiles.widest_of(head_dim, cos.shape[1])] * 2 + [tiles.power(place.value_dim)] * (v is not None)
+    widths = [tiles.widest_of(head_dim, cos.shape[1])] * 2 + [power(place.value_dim)] * (v is not None)
     parts, programs = tiles.parts_of([x.shape[1] for x in given], widths)
     sources, starts = zip(*(tiles.rows_of(x) for x in given), strict=True)
     cells = as_bits(rows.buffer) if interpret else rows.buffer  # of a pool on a device nothing makes another array
@@ -203,7 +203,7 @@ def _kernel(
 def _row(divisor, row):
     """All of a row of the divisor, zeros behind it."""
     K = divisor.shape[1]
-    lane = lax.iota(jnp.int32, tiles.power(K))
+    lane = lax.iota(jnp.int32, power(K))
     return tiles.load(divisor, (jnp.zeros_like(lane) + row, lane), lane < K if len(lane) > K else None)
 
 

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend as backends
 from pallas_kernels.buffers import describe
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.lanes import as_bits, from_bits
+from pallas_kernels.lanes import as_bits, from_bits, power
 from pallas_kernels.paged_kernel import cells_of
-from pallas_kernels.paged_plan import power
+from pallas_kernels.paged_plan import LEAST
 from pallas_kernels.paged_rows import PagedRows, RowPlace
 from pallas_kernels.triton import pltriton
 
@@ -113,7 +113,7 @@ def _kernel(rows: PagedRows, slots, k, v, *, interpret: bool):
     place = rows.place
     firsts = [place.key] if v is None else [place.key, place.value]
     sources = [part.reshape(slots.size, -1) for part in (k, v) if part is not None]
-    lanes = power(max(source.shape[1] for source in sources))
+    lanes = power(max(source.shape[1] for source in sources), LEAST)
     cells = as_bits(rows.buffer) if interpret else rows.buffer  # of a pool on a device nothing makes another array
 
     def body(before, slots, *refs):

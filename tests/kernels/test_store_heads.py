@@ -21,6 +21,7 @@ from kernel_attention import Pool
 from test_store_rows import BETWEEN, PLACES, bits
 
 from pallas_kernels import PagedRows, View, head_rotary, head_tiles, store_heads, store_rows
+from pallas_kernels.lanes import power
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 KERNELS = ["interpret", GPU]
@@ -433,7 +434,7 @@ def test_every_cell_is_written_by_one_program(heads, head_dim, half, value_dim):
     """Interpreted, one that writes past the end of its row goes unseen."""
     counts, dims = [*heads, heads[1]], [head_dim, head_dim, value_dim]
     sections = [head_tiles._sections(head_dim, half)] * 2 + [[(0, value_dim)]]
-    widths = [head_tiles.widest_of(head_dim, half)] * 2 + [head_tiles.power(value_dim)]
+    widths = [head_tiles.widest_of(head_dim, half)] * 2 + [power(value_dim)]
     parts, programs = head_tiles.parts_of(counts, widths)
     written = [np.zeros(count * width, int) for count, width in zip(counts, dims, strict=True)]
     for program in range(programs):
