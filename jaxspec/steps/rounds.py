@@ -58,11 +58,12 @@ def _round(spec, params, carry: Carry, going: Going) -> Carry:
 
 
 def _stretch(spec, params, carry: Carry, going: Going) -> Carry:
-    """Pages for all running requests, and rounds until one of them needs more."""
+    """Pages for all running requests if one of them needs some, and rounds until one needs more."""
     state, _, rounds = carry
     requests = requests_of(state)
+    short = is_short(spec, requests, state.pages)
     pages = reclaim(spec, requests, state.pages, running_rows(requests))
-    pages, cache, enough = hand_out(spec, requests, pages, state.cache)
+    pages, cache, enough = hand_out(spec, requests, pages, state.cache, short)
 
     # Where pages are not enough some request stays short, so no round runs. That is asked of the state itself: a loop
     # that was captured inside another and ended by a flag that it carried took turns too many on an H200 (jax 0.11.2).

@@ -33,13 +33,18 @@ def is_short(spec, requests: Requests, pages: UnifiedPages) -> Array:
 
 
 def hand_out(
-    spec, requests: Requests, pages: Pages | UnifiedPages, cache: KVCache | PoolCache
+    spec,
+    requests: Requests,
+    pages: Pages | UnifiedPages,
+    cache: KVCache | PoolCache,
+    wanted: Array | bool = True,
 ) -> tuple[Pages | UnifiedPages, KVCache | PoolCache, Array]:
     """Gives every running request pages for `config.reserve` rows, or where those do not fit for its next round.
 
     Args:
       spec: the `SpecStep` (static).
       requests, pages, cache: of the state.
+      wanted: bool[]; False hands out nothing, and that is enough.
 
     Returns:
       Pages and cache after, and bool[], whether there were enough for the next round; if not, both are as they were.
@@ -50,7 +55,7 @@ def hand_out(
     final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
     reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve), final), least)
     max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
-    rows = running_rows(requests)
+    rows = jnp.where(wanted, running_rows(requests), 0)
     return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
 
 
