@@ -60,12 +60,19 @@ def same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+def asked(pages, rows, lengths):
+    """What lanes ask `short` for, by row: bool[R] and int32[R]."""
+    none = jnp.zeros(pages.page_table.shape[0], jnp.int32)
+    return none.at[rows].set(1).at[0].set(0) > 0, none.at[rows].set(lengths)
+
+
 def round_of_pages(carried, rows, lengths, ended, backend=None):
     """What a round does to the pages."""
 
     def allocate(pages, cache, _):
         return pages.allocate(cache, rows, lengths, max_new=3, backend=backend)
 
-    pages, cache, ok = run_if(carried[0].short(rows, lengths - 4), allocate, *carried, jnp.bool_(True))
+    short = carried[0].short(*asked(carried[0], rows, lengths - 4))
+    pages, cache, ok = run_if(short, allocate, *carried, jnp.bool_(True))
     pages = pages.retire(rows, lengths, 6, max_retired=2, prefix_sharing=True)
     return (pages.release(ended), cache), ok

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick_compile
-from pool_cases import LANES, end, give, grow, pool, release, retire, round_of_pages, same, state
+from pool_cases import LANES, asked, end, give, grow, pool, release, retire, round_of_pages, same, state
 from pool_model import PoolModel
 
 from jaxspec.cache import UnifiedPages, compaction, init_pool, init_unified
@@ -297,9 +297,9 @@ def test_a_turn_too_many_changes_nothing(kinds, seed):
 def test_short_is_who_lacks_a_page_or_a_state():
     pages, _ = small({1: 8, 2: 1})
     for wishes, short in (({1: 8, 2: 4}, False), ({1: 9, 2: 4}, True), ({1: 8, 2: 5}, True), ({0: 99}, False)):
-        assert pages.short(jnp.array(list(wishes)), jnp.array(list(wishes.values()))) == short
-    assert pages.short(jnp.array([1, 3]), jnp.array([8, 0]))
-    assert not pages.short(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
+        assert pages.short(*asked(pages, jnp.array(list(wishes)), jnp.array(list(wishes.values())))) == short
+    assert pages.short(*asked(pages, jnp.array([1, 3]), jnp.array([8, 0])))
+    assert not pages.short(*asked(pages, jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)))
 
 
 SIZES = {  # of a page of each kind in units

@@ -11,7 +11,7 @@ import quick_compile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from pool_cases import pool
+from pool_cases import asked, pool
 from pool_model import PoolModel
 
 from jaxspec.cache import compaction, init_pool, init_unified
@@ -107,7 +107,7 @@ class Machine:
             seen = {
                 "pages": after,
                 "ok": ok,
-                "short": pages.short(rows, lengths),
+                "short": pages.short(*asked(pages, rows, lengths)),
                 "contents": self._contents(cache.buffer),
                 "sinks": (cache.buffer[:sinks] == first).all(),
                 "fits": after.fits(*DEMANDS),

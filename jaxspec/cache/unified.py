@@ -134,13 +134,17 @@ class UnifiedPages:
         wanted = {kind: alive[kind] + jnp.where(enough, count, 0) for kind, count in counts.items()}
         return enough & self.layout.holds(**wanted)
 
-    def short(self, req_rows: Array, lengths: Array) -> Array:
-        """bool[], whether any row lacks pages to hold `lengths` tokens, or a slot for its state: int32[B] both, as in
-        `allocate`."""
-        lacks = self.num_pages[req_rows] * self.page_size < lengths
+    def short(self, asked: Array, lengths: Array) -> Array:
+        """bool[], whether a row lacks pages to hold so many tokens, or a slot for its state.
+
+        Args:
+          asked: bool[R], which rows are looked at; not the sink row.
+          lengths: int32[R], tokens.
+        """
+        lacks = self.num_pages * self.page_size < lengths
         if self.has_state:
-            lacks |= self.state_slot[req_rows] == 0
-        return (lacks & (req_rows > 0)).any()
+            lacks |= self.state_slot == 0
+        return (asked & lacks).any()
 
     def allocate(
         self,

@@ -22,14 +22,14 @@ def running_rows(requests: Requests) -> Array:
 
 
 def next_end(config, requests: Requests, ahead: int | None = None) -> Array:
-    """int32[B], where the rows of each lane's next round end, or so many tokens ahead; at most the context limit."""
+    """int32[R], where the rows of each request's next round end, or so many tokens ahead; at most the context limit."""
     ahead = config.num_draft_tokens if ahead is None else ahead
-    return jnp.minimum(requests.seq_len[1:] + ahead, config.context_len)
+    return jnp.minimum(requests.seq_len + ahead, config.context_len)
 
 
 def is_short(spec, requests: Requests, pages: UnifiedPages) -> Array:
     """bool[], whether a running request lacks pages for the rows of its next round."""
-    return pages.short(running_rows(requests), next_end(spec.config, requests))
+    return pages.short(requests.status == RUNNING, next_end(spec.config, requests))
 
 
 def hand_out(
@@ -50,10 +50,10 @@ def hand_out(
       Pages and cache after, and bool[], whether there were enough for the next round; if not, both are as they were.
     """
     config = spec.config
-    least = next_end(config, requests)
+    least = next_end(config, requests)[1:]
     # No row is ever verified past the last token that a request may emit.
     final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
-    reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve), final), least)
+    reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve)[1:], final), least)
     max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
     rows = jnp.where(wanted, running_rows(requests), 0)
     return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
