@@ -76,9 +76,7 @@ class Qwen3Config:
         for layer, window in enumerate(self.windows):
             if window is not None and (not is_int(window) or window < 1):
                 raise InputError(f"the window of layer {layer} is {window!r}: it must be None or at least 1 key")
-        for token in self.eos_token_ids:
-            if not is_int(token) or not 0 <= token < self.vocab_size:
-                raise InputError(f"eos_token_id {token!r} is outside the vocabulary of {self.vocab_size} ids")
+        check_eos_ids(self.eos_token_ids, self.vocab_size)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3Config:
@@ -189,6 +187,13 @@ def eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 def is_int(value: Any) -> bool:
     """Whether it is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_eos_ids(ids: Iterable[Any], vocab_size: int) -> None:
+    """Raises InputError unless all of them are in the vocabulary."""
+    for token in ids:
+        if not is_int(token) or not 0 <= token < vocab_size:
+            raise InputError(f"eos_token_id {token!r} is outside the vocabulary of {vocab_size} ids")
 
 
 def check_sizes(config: Any, names: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 from absl import app, flags, logging
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxspec.errors import InputError
+from jaxspec.errors import InputError, exits_with_2
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -445,16 +445,8 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """`main` with one clear line and exit status 2 on bad input."""
-
-    def guarded(argv: Sequence[str]) -> None:
-        try:
-            main(argv)
-        except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-
     define_flags()
-    app.run(guarded)
+    app.run(exits_with_2(main))
 
 
 if __name__ == "__main__":

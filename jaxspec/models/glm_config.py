@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.models.config import DEFAULT_CONTEXT, eos_ids, is_int, read_size, refuse_unsupported
+from jaxspec.models.config import (
+    DEFAULT_CONTEXT,
+    check_eos_ids,
+    check_sizes,
+    eos_ids,
+    is_int,
+    read_size,
+    refuse_unsupported,
+)
 from jaxspec.models.hybrid_config import LINEAR
 
 SPARSE = "deepseek_sparse_attention"
@@ -87,10 +95,7 @@ class GlmConfig:
     def __post_init__(self):
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
+        check_sizes(self, _SIZES)
         if not self.layer_types:
             raise InputError("layer_types is empty: a model has at least one layer")
         unknown = sorted({str(kind) for kind in self.layer_types} - {LINEAR, SPARSE})
@@ -115,9 +120,7 @@ class GlmConfig:
             )
         if not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise InputError(f"rms_norm_eps is {self.rms_norm_eps!r}: it must be a number above 0")
-        for token in self.eos_token_ids:
-            if not is_int(token) or not 0 <= token < self.vocab_size:
-                raise InputError(f"eos_token_id {token!r} is outside the vocabulary of {self.vocab_size} ids")
+        check_eos_ids(self.eos_token_ids, self.vocab_size)
 
     @property
     def num_hidden_layers(self) -> int:

@@ -18,6 +18,8 @@ from jaxspec.models.config import (
     DEFAULT_THETA,
     FULL,
     SLIDING,
+    check_eos_ids,
+    check_sizes,
     eos_ids,
     is_int,
     read_rope,
@@ -87,10 +89,7 @@ class HybridConfig:
     def __post_init__(self):
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise InputError(f"{name} is {value!r}: it must be an integer of at least 1")
+        check_sizes(self, _SIZES)
         if not self.layer_types:
             raise InputError("layer_types is empty: a model has at least one layer")
         unknown = sorted({str(kind) for kind in self.layer_types} - {FULL, SLIDING, LINEAR})
@@ -118,9 +117,7 @@ class HybridConfig:
                 f"partial_rotary_factor is {self.partial_rotary_factor}: of head_dim {self.head_dim} it turns "
                 f"{self.rotary_dim} channels, which must be an even number from 2 to head_dim"
             )
-        for token in self.eos_token_ids:
-            if not is_int(token) or not 0 <= token < self.vocab_size:
-                raise InputError(f"eos_token_id {token!r} is outside the vocabulary of {self.vocab_size} ids")
+        check_eos_ids(self.eos_token_ids, self.vocab_size)
 
     @property
     def num_hidden_layers(self) -> int:

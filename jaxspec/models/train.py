@@ -34,7 +34,7 @@ import optax
 import tokenizers
 from absl import app, flags
 
-from jaxspec.errors import InputError
+from jaxspec.errors import InputError, exits_with_2
 from jaxspec.models import heldout, train_sparse
 from jaxspec.models.checkpoint import Config, load, make_module, save
 from jaxspec.models.config import FULL, SLIDING, Qwen3Config
@@ -509,16 +509,8 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """`main` with one clear line and exit status 2 on bad input."""
-
-    def guarded(argv: Sequence[str]) -> None:
-        try:
-            main(argv)
-        except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-
     define_flags()
-    app.run(guarded)
+    app.run(exits_with_2(main))
 
 
 if __name__ == "__main__":
