@@ -123,10 +123,10 @@ class SpecConfig:
     @property
     def reserve(self) -> int:
         """Rows that a request gets pages for, from the committed length on: the D of a round. With unified memory those
-        of two rounds, and where pages are large a page, up to sixteen rounds: then most rounds have nothing to hand
+        of two rounds, and where pages are large half a page, up to eight rounds: then most rounds have nothing to hand
         out."""
         D = self.num_draft_tokens
-        return max(2 * D, min(16 * D, self.page_size)) if self.memory == "unified" else D
+        return max(2 * D, min(8 * D, self.page_size // 2)) if self.memory == "unified" else D
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,8 @@ import tiny_models
 import unified_cases
 from oracles import GreedyOracle
 
+from jaxspec.steps import compiler_options
+
 if not glob.glob("/dev/nvidia[0-9]*"):
     # Lets jax's CUDA plugin register where there is no GPU and no cuDNN; read when jax starts its backends.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -29,6 +31,18 @@ def programs_are_forgotten():
         return  # not Linux
     if many:
         jax.clear_caches()
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    """Steps whose products have the tiles that XLA guesses.
+
+    On a GPU it tries dozens for each product otherwise, of which some of float32 take minutes to compile: too long for
+    a test that compiles many programs, or one of large products. Without a GPU nothing is other than it was.
+    """
+    if options := compiler_options():
+        guessed = options | {"xla_gpu_autotune_level": 0}
+        monkeypatch.setattr("jaxspec.steps.step.compiler_options", lambda: guessed)
 
 
 @pytest.fixture(scope="session")

@@ -113,6 +113,7 @@ def oracle():
     return hybrid_cases.Oracle()
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize(("memory", "backend"), [("static", "reference"), ("unified", "triton"), ("unified", "mosaic")])
 def test_a_hybrid_equals_decoding_without_a_cache(oracle, memory, backend):
     """All accept counts, states in either memory, and no buffer of K, V or states elsewhere after the generation."""
@@ -144,6 +145,7 @@ def test_a_hybrid_equals_decoding_without_a_cache(oracle, memory, backend):
         assert r.accepted_drafts[:-1] == script[: r.verify_count - 1].tolist()
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("memory", ["static", "unified"])
 def test_sparse_layers_equal_plain_decoding(memory):
     """Fused metadata by either compiled kernel, and ordinary ones; drafts that are right as often as told."""
@@ -182,6 +184,7 @@ def test_rows_of_a_channel_wise_gate_do_not_know_how_many_they_are():
         state = after[:, 0]
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize(("name", "kind"), [("target", "dspark"), ("target", "eagle3"), ("hybrid", "dspark")])
 def test_drafts_that_feed_on_features(name, kind):
     """The trained drafts: greedy ids equal plain decoding, rounds do not depend on memory or on who commits the

@@ -273,6 +273,7 @@ def first_tokens(name, draws, lanes, verifier, seed, drafts=True):
     return np.concatenate(out)[:draws]
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize(
     ("name", "verifier", "draws", "lanes"),
     [

@@ -179,7 +179,7 @@ def gpu():
 
 
 def compiled_for_users(drafter, page, memory, backend=None):
-    """A step with the options that users get."""
+    """A step with the options that users get, if no fixture changes them."""
     drafter, params = drafter_and_params(drafter)
     config = jaxspec.SpecConfig(
         batch_size=BATCH,
@@ -196,7 +196,7 @@ def compiled_for_users(drafter, page, memory, backend=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpu", "untuned")
 @pytest.mark.parametrize(("drafter", "page"), [("ngram", 1), ("draft_lm", 16), ("draft_lm", 64), ("wide", 128)])
 def test_backends_are_equal_on_a_gpu(greedy, drafter, page):
     prompts = prompts_for(BATCH, page)
