@@ -243,7 +243,7 @@ def _columns(plan: Plan, x, squares=None, *, matrices, outs) -> None:
         first += blocks
     if squares is not None:
         # One block after the other. How a sum along an axis is ordered depends on the tile, so on how many rows it has.
-        columns = (_column(squares, row, block, real) for block in range(squares.shape[1]))
+        columns = (_load_column(squares, row, block, real) for block in range(squares.shape[1]))
         mean = functools.reduce(jnp.add, columns)
         factor = lax.rsqrt(mean * np.float32(1 / plan.K) + np.float32(plan.eps))[:, None]
         sums = [total * factor for total in sums]
@@ -294,7 +294,7 @@ def _load(ref, row, column, real, inside):
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else ref.dtype.type(0))
 
 
-def _column(ref, row, column: int, real):
-    """Of a 2-D array, zeros where there is nothing."""
+def _load_column(ref, row, column: int, real):
+    """float32[rows], one column of the rows of a 2-D array, zeros where there is no row."""
     index = row, jnp.full_like(row, column)
     return pltriton.load(ref.at[index], mask=real, other=None if real is None else ref.dtype.type(0))

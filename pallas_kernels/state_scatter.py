@@ -157,16 +157,24 @@ class StateScatter:
         return (step >= 0) & (step < self.D) & (slot >= 0) & (slot < self.out.shape[1])
 
     def reference(self, inputs: tuple, outputs: tuple) -> tuple:
-        steps, slots, states = self.step.read(inputs), self.slot.read(inputs), as_bits(inputs[2])
+        buffer, steps, slots = as_bits(outputs[0]), self.step.read(inputs), self.slot.read(inputs)
         live = self._live(steps, slots)
-        steps, slots = jnp.where(live, steps, 0), jnp.where(live, slots, 0)
+        # A skipped row writes once more what the first of the others writes; where all are, slot 0 gets what it holds.
+        b = jnp.where(live, jnp.arange(self.B), jnp.argmax(live))
+        steps, slots = (jnp.where(live.any(), x[b], 0) for x in (steps, slots))
+        layer = jnp.arange(self.L, dtype=jnp.int32)[:, None]
+        new = as_bits(inputs[2])[(layer * self.B + b) * self.D + steps]  # [L, B, size]
 
-        def turn(item, buffer):
-            layer, b = item // self.B, item % self.B
-            place = [jnp.int32(i) for i in self.out.index(layer, slots[b], 0, 0)]
-            new = lax.dynamic_slice(states, (item * self.D + steps[b], jnp.int32(0)), (1, self.size))
-            old = lax.dynamic_slice(buffer, place, self.out.shape[4 - buffer.ndim :])
-            return lax.dynamic_update_slice(buffer, jnp.where(live[b], new.reshape(old.shape), old), place)
-
-        after = lax.fori_loop(jnp.int32(0), jnp.int32(self.L * self.B), turn, as_bits(outputs[0]))
+        place = self.out.index(layer, slots, 0, 0)
+        start = jnp.stack([jnp.broadcast_to(jnp.int32(i), new.shape[:2]) for i in place], axis=-1)
+        window = self.out.shape[4 - buffer.ndim :]
+        old = jax.vmap(jax.vmap(lambda at: lax.dynamic_slice(buffer, at, window)))(start)
+        dims = tuple(range(len(window)))
+        after = lax.scatter(
+            buffer,
+            start,
+            jnp.where(live.any(), new.reshape(old.shape), old),
+            lax.ScatterDimensionNumbers(tuple(d + 2 for d in dims), (), dims),
+            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
         return (from_bits(after, outputs[0].dtype),)

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from tiny_models import CONFIG, FAST_COMPILE, WINDOW, prompt, target_params
 
 import jaxspec
 from jaxspec import models
 from jaxspec.generation.accounting import distinct_4gram_ratio
-from jaxspec.steps import compiler_options, prefill, requests_of, run_round
+from jaxspec.steps import compiler_options, prefill, requests_of
 from jaxspec.steps.round import OK
+from jaxspec.steps.rounds import run_rounds
 from jaxspec.steps.state import EMPTY, RUNNING, WAITING, SpecState
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -71,17 +71,11 @@ def long_loop(spec, rounds, traces):
     def call(params, state):
         traces.append(rounds)
 
-        def unfinished(carry):
-            state, status, done = carry
-            return (status == OK) & (requests_of(state).status == RUNNING).any() & (done < rounds)
-
-        def turn(carry):
-            state, _, done = carry
-            state, out = run_round(spec, params, state)
-            return state, out.status, done + 1
+        def unfinished(state, done):
+            return (requests_of(state).status == RUNNING).any() & (done < rounds)
 
         state, status = prefill(spec, params, begin_again(state))
-        state, status, done = lax.while_loop(unfinished, turn, (state, status, jnp.int32(0)))
+        state, status, done = run_rounds(spec, params, state, status, unfinished)
         requests, place = requests_of(state), jnp.arange(spec.config.context_len)
         length = requests.prompt_len + requests.num_output
         told = Told(

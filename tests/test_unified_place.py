@@ -156,7 +156,7 @@ def test_a_hybrids_states_stay_in_place_on_sm_90(memory):
     drafter, params = drafter_and_params("ngram", HYBRID_TARGET)
     spec = jaxspec.make_spec_step(HYBRID_TARGET, drafter, config, options=compiler_options("cuda"))
     state = initial(spec, [prompt(9)])
-    lowered = aot.lower_for_h200(jit_with_state(run_round, spec.options), spec, params, state)
+    lowered = aot.lower_for_h200(jit_with_state(run_to_end, spec.options), spec, params, state)
     compiled = aot.compile_lowered(lowered, **QUICK)
     if memory == "unified":
         check_in_place(compiled, state, 1)

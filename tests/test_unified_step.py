@@ -338,13 +338,22 @@ def rounds_on(spec, params, state, count):
     return run_rounds(spec, params, state, jnp.int32(0), up_to(count))
 
 
+def check_bound_pages(spec, state):
+    """What is bound in the pool is what requests own: pages from their first, and of windows from their first seen."""
+    pages = jax.device_get(state.pages)
+    windows = pages.num_pages - pages.swa_start
+    assert [(kind > 0).sum() for kind in pages.v2p[1:].T] == [pages.num_pages.sum(), windows.sum()]
+    assert windows.max() <= spec.config.swa_pages_per_row(WINDOW)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 7, NEW])
 def test_rounds_of_a_stretch_are_rounds(tight, count):
     """So many rounds in one call leave the requests where as many single calls do, and no page with what has ended."""
     spec, params = tight
-    state, _ = spec.prefill(params, initial(spec, PROMPTS))
+    limits = [9, NEW, 23]  # two end inside a stretch
+    state, _ = spec.prefill(params, initial(spec, PROMPTS, max_new_tokens=limits))
     found, status, ran = rounds_on(spec, params, state, count)
-    single, _ = spec.prefill(params, initial(spec, PROMPTS))
+    single, _ = spec.prefill(params, initial(spec, PROMPTS, max_new_tokens=limits))
     turns = 0
     while turns < count and running(single).any():
         single, output = spec(params, single)
@@ -355,11 +364,74 @@ def test_rounds_of_a_stretch_are_rounds(tight, count):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:], b[1:]), *jax.device_get(same))
     ended = np.asarray(jaxspec.requests_of(found).status) == FINISHED
     assert not np.asarray(found.pages.num_pages)[ended].any()
+    check_bound_pages(spec, found)
     if count == NEW:
         assert ended[1:].all() and found.pages.counters[0] == len(found.pages.free_virtual) - 1
 
 
+@functools.cache
+def fast_step(pool="roomy"):
+    """One whose drafts are all right, so that a round goes two pages further."""
+    pages = {} if pool == "roomy" else {"num_pages": 44, "num_swa_pages": 12}
+    spec, params = make_step("self", batch=2, page=4, D=8, new=NEW, memory="unified", logprobs=True, **pages)
+    return spec, jax.device_put(params)
+
+
+def test_pages_are_handed_out_where_some_are_short_alone():
+    """Nobody is short in the second of two rounds, although every request has come nearer to its last page."""
+    spec, params = fast_step()
+    state, _ = spec.prefill(params, initial(spec, PROMPTS[:2]))
+    owned = []
+    for _ in range(2):
+        state, _, ran = rounds_on(spec, params, state, 1)
+        owned.append(np.asarray(state.pages.num_pages))
+        assert ran == 1
+    np.testing.assert_array_equal(*owned)
+
+
+@pytest.mark.parametrize("pool", ["roomy", "tight"])
+def test_windows_leave_no_page_behind_a_call(pool):
+    """However far the rounds of a stretch have gone."""
+    spec, params = fast_step(pool)
+    state, _ = spec.prefill(params, initial(spec, PROMPTS[:2]))
+    while running(state).any():
+        state, status, _ = rounds_on(spec, params, state, 2)  # a stretch, where pages are handed out ahead
+        assert status == 0
+        check_bound_pages(spec, state)
+        length = np.asarray(jaxspec.requests_of(state).seq_len)[1:]
+        gone = np.maximum(length - WINDOW + 1, 0) // spec.config.page_size
+        start = np.asarray(state.pages.swa_start)[1:]
+        np.testing.assert_array_equal(start, np.where(running(state), gone, 0))
+
+
 # Out of pages
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(jaxspec.DraftLM):
+    """A draft that proposes nothing to the first request."""
+
+    def propose(self, *args):
+        state, drafts = super().propose(*args)
+        return state, drafts.replace(count=drafts.count.at[0].set(0))
+
+
+@pytest.mark.parametrize(
+    ("D", "pages", "lengths", "limits"),
+    [(4, 13, (7, 9), (37, 22)), (4, 11, (17, 8), (17, 13)), (8, 15, (7, 6), (11, 29)), (8, 20, (14, 9), (39, 38))],
+)
+def test_pages_that_are_enough_without_pages_ahead_are_enough(D, pages, lengths, limits):
+    """One request goes on a token a round, the other D. Of a page handed out ahead to either the other would be short
+    in the end."""
+    found = {}
+    for memory in ("static", "unified"):
+        spec, params = make_step("self", target=FULL_TARGET, batch=2, D=D, memory=memory, num_pages=1 + pages)
+        spec = dataclasses.replace(spec, drafter=Uneven(FULL_TARGET))
+        found[memory] = run(spec, params, [prompt(n) for n in lengths], max_new_tokens=list(limits))
+    assert [r.finish_reason for r in found["static"]] == ["length"] * 2
+    assert found["unified"] == found["static"]
+    slow, quick = (len(r.token_ids) / r.verify_count for r in found["unified"])
+    assert slow < 1.2 and quick > D / 2
 
 
 def leaves_outside_the_sink(state):

@@ -13,7 +13,7 @@ from jaxspec.generation.results import read_requests
 from jaxspec.steps.step import jit_with_state
 
 NEW, CHUNK, PAGE, D, BATCH = 40, 20, 4, 4, 3
-TIGHT = {"num_pages": 64, "num_swa_pages": 15}
+TIGHT = {"num_pages": 61, "num_swa_pages": 13}
 PROMPTS = [prompt(n) for n in (41, 44, 40)]
 
 

@@ -10,6 +10,9 @@ move states or commit context rows, and of each layer of a Qwen3 `store_heads`; 
 have twice `row_products` and once `row_sums`. Ordinary metadata of a sparse model are mostly plain operations, which
 the traced count does not see and the compiled one does.
 
+With unified memory the rounds of a generation run in stretches (`jaxspec.steps.rounds`): they start less than what is
+counted here, the round of a script's own loop, which may hand out pages and take them back.
+
 The phases are those of `jaxspec.steps.round`, with what prepares a round counted to the verify; a prompt's chunk is no
 part of a round. A loop of so many turns counts as often, one that ends when the data say so as one turn, and of several
 branches the one that starts most.

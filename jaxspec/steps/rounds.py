@@ -31,9 +31,8 @@ def run_rounds(spec, params, state: SpecState, status: Array, going: Going) -> C
         anything but pages (static).
 
     Returns:
-      The state; int32[], OK or OUT_OF_PAGES, see `StepOutput`; int32[], how many rounds have run. What has ended owns
-      no pages. A round that found no pages has not run and is not counted with unified memory; with static memory it
-      has, with no request taking part, and is.
+      The state; int32[], OK or OUT_OF_PAGES; int32[], how many rounds have run. What has ended owns no pages. A round
+      that found no pages changes no request and is not counted.
     """
     more = _stretch if spec.config.memory == "unified" else _round
 
@@ -54,11 +53,12 @@ def run_rounds(spec, params, state: SpecState, status: Array, going: Going) -> C
 def _round(spec, params, carry: Carry, going: Going) -> Carry:
     state, _, rounds = carry
     state, out = run_round(spec, params, state)
-    return state, out.status, rounds + 1
+    return state, out.status, rounds + (out.status == OK)
 
 
 def _stretch(spec, params, carry: Carry, going: Going) -> Carry:
-    """Pages for all running requests if one of them needs some, and rounds until one needs more."""
+    """Pages for all running requests if one of them needs some, and rounds until one needs more: the state, whether
+    there were pages, and the count with these rounds."""
     state, _, rounds = carry
     requests = requests_of(state)
     short = is_short(spec, requests, state.pages)

@@ -2,7 +2,8 @@
 
 With static memory this is little work, done in every round. With unified memory pages of all kinds share a pool, so it
 is more, and most rounds need none of it: a request gets pages for several rounds at once (`SpecConfig.reserve`), and
-what others leave behind is taken back when pages are handed out next.
+what others leave behind is taken back before pages are handed out next, when a call ends, or where rounds run one by
+one when a request does.
 """
 
 import jax
@@ -27,6 +28,13 @@ def next_end(config, requests: Requests, ahead: int | None = None) -> Array:
     return jnp.minimum(requests.seq_len + ahead, config.context_len)
 
 
+def last_end(config, requests: Requests) -> Array:
+    """int32[R], where the rows of each request's last round end: none is verified past the last token that it may
+    emit."""
+    final = requests.prompt_len + requests.max_new_tokens - 2 + config.num_draft_tokens
+    return jnp.minimum(final, config.context_len)
+
+
 def is_short(spec, requests: Requests, pages: UnifiedPages) -> Array:
     """bool[], whether a running request lacks pages for the rows of its next round."""
     return pages.short(requests.status == RUNNING, next_end(spec.config, requests))
@@ -39,7 +47,11 @@ def hand_out(
     cache: KVCache | PoolCache,
     wanted: Array | bool = True,
 ) -> tuple[Pages | UnifiedPages, KVCache | PoolCache, Array]:
-    """Gives every running request pages for `config.reserve` rows, or where those do not fit for its next round.
+    """Gives every running request pages for its next round, and for `config.reserve` rows where nobody can miss them.
+
+    Pages ahead are not taken back before their request ends. So with unified memory they are handed out only if the
+    pool holds all that the running requests will ever ask for; a generation then runs out of pages where it would
+    without them, and nowhere else.
 
     Args:
       spec: the `SpecStep` (static).
@@ -50,19 +62,33 @@ def hand_out(
       Pages and cache after, and bool[], whether there were enough for the next round; if not, both are as they were.
     """
     config = spec.config
-    least = next_end(config, requests)[1:]
-    # No row is ever verified past the last token that a request may emit.
-    final = requests.prompt_len[1:] + requests.max_new_tokens[1:] - 2 + config.num_draft_tokens
-    reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve)[1:], final), least)
+    least, final = next_end(config, requests), last_end(config, requests)
+    reach = jnp.maximum(jnp.minimum(next_end(config, requests, config.reserve), final), least)
+    if config.memory == "unified":
+        reach = jnp.where(_all_fit(spec, requests, pages, final), reach, least)
     max_new = min(-(-config.reserve // config.page_size) + 1, config.pages_per_row)
     rows = jnp.where(wanted, running_rows(requests), 0)
-    return pages.allocate(cache, rows, reach, least=least, max_new=max_new, backend=config.kernel_backend)
+    return pages.allocate(cache, rows, reach[1:], least=least[1:], max_new=max_new, backend=config.kernel_backend)
+
+
+def _all_fit(spec, requests: Requests, pages: UnifiedPages, final: Array) -> Array:
+    """bool[], whether the pool holds the pages of all running requests up to `final`, as many of each as it has at
+    once."""
+    config, window = spec.config, spec.target.swa_window
+    running = requests.status == RUNNING
+    full = jnp.where(running, jnp.maximum(-(-final // config.page_size) - pages.num_pages, 0), 0)
+    swa = jnp.zeros_like(full)
+    if window is not None:
+        bound = pages.num_pages - pages.swa_start
+        swa = jnp.minimum(full, jnp.maximum(config.swa_pages_per_row(window) - bound, 0))
+    return pages.fits(full.sum(dtype=jnp.int32), swa.sum(dtype=jnp.int32))
 
 
 def retire(
     spec, requests: Requests, pages: Pages | UnifiedPages, rows: Array, max_advance: int
 ) -> Pages | UnifiedPages:
-    """Takes back the SWA pages that `rows` have moved past; see `free_pages`."""
+    """The pages after taking back SWA pages that `rows`, int32[B], have moved past: of each no more than it can have
+    left behind in `max_advance` tokens (static)."""
     config, window = spec.config, spec.target.swa_window
     if window is None:
         return pages
@@ -71,7 +97,8 @@ def retire(
 
 
 def reclaim(spec, requests: Requests, pages: UnifiedPages, rows: Array) -> UnifiedPages:
-    """Takes back the SWA pages that `rows` have moved past since pages were handed out, and all of what has ended."""
+    """The pages after taking back the SWA pages that `rows`, int32[B], have moved past since pages were handed out, and
+    all of what has ended."""
     # A row with pages enough goes on to the end of its last one before anybody looks at it.
     max_advance = spec.config.reserve + spec.config.page_size
     return retire(spec, requests, pages, rows, max_advance).release(_ended(requests, pages))

@@ -222,15 +222,15 @@ def test_squares_of_no_blocks_are_0(K, gated, backend):
 @each_form
 def test_rows_are_divided_by_squares_of_their_own(gated, backend):
     """To the bit, where the squares of other rows are not numbers, or the rows lie elsewhere."""
-    problem = Problem(np.random.default_rng(9), N=33, gated=gated, blocks=3)
+    problem = Problem(np.random.default_rng(9), N=64, gated=gated, blocks=8)
     whole = problem.run(backend)
-    order = problem.rng.permutation(33)
+    order = problem.rng.permutation(64)
     found = problem.run(backend, problem.x[order], squares=problem.squares[order])
     assert_same_bits(found, [y[order] for y in whole])
-    for rows in ([0], [32], [2, 3, 7]):
+    for rows in ([0], [63], [2, 3, 7], list(range(32))):
         found = problem.run(backend, problem.x[rows], squares=problem.squares[rows])
         assert_same_bits(found, [y[rows] for y in whole])
-    kept, wild = np.array([0, 4, 32]), np.full_like(problem.squares, np.nan)
+    kept, wild = np.array([0, 4, 63]), np.full_like(problem.squares, np.nan)
     wild[kept] = problem.squares[kept]
     found = problem.run(backend, squares=wild)
     assert_same_bits([y[kept] for y in found], [y[kept] for y in whole])
