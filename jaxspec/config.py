@@ -122,9 +122,9 @@ class SpecConfig:
 
     @property
     def reserve(self) -> int:
-        """Rows that a request gets pages for, from the committed length on: the D of a round. With unified memory, where
-        the pool holds all that the running requests will ask for, those of two rounds, and where pages are large half
-        a page, up to eight rounds: then most rounds have nothing to hand out."""
+        """Rows that a request gets pages for, from the committed length on: the D of a round. With unified memory those
+        of two rounds, and where pages are large half a page, up to eight rounds: then most rounds have nothing to hand
+        out. That is where the pool holds all that the running requests will ask for."""
         D = self.num_draft_tokens
         return max(2 * D, min(8 * D, self.page_size // 2)) if self.memory == "unified" else D
 
