@@ -239,6 +239,7 @@ def test_what_was_aimed_at_for_rounds_is_said():
     assert f"takes {took:.1f} ms: {goal['value']:.3f} of what the bandwidth" in readme
     over_plain = read("unified_ab.json")["throughput"]["static_over_plain"]
     assert abs(over_plain - 1) < 0.03 and f"The static arm is {over_plain:.4f} times as fast" in text
+    assert f"static is {100 * (1 - over_plain):.1f} % slower than plain" in readme
     rows = read("decode.json")["rows"]
     assert all(row["difference"] is None and row["met"] for row in rows)
     for row in rows:
